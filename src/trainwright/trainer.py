@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.distributed.fsdp import FSDP
     from trainwright.evaluation.reports import Asked, Report
-    from trainwright.fit.between_updates import BetweenUpdates
+    from trainwright.fit.boundary import Boundary
     from trainwright.fit.early_stopping import EarlyStopping
     from trainwright.fit.run import Run
     from trainwright.optim.averaging import WeightAveraging
@@ -138,7 +138,7 @@ class Trainer(Generic[M]):
         self.state: dict[str, Any] = {}
         self.result: Result | None = None
         self._run: Run = setup.NOT_RUNNING
-        self._between: BetweenUpdates = setup.NOT_RUNNING
+        self._boundary: Boundary = setup.NOT_RUNNING
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -176,10 +176,10 @@ class Trainer(Generic[M]):
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate)
         resuming = Resume(resume, resume_data, resume_fresh)
-        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, between):
+        with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, boundary):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
-                for window in run.windows():
+                for window in run.start_epoch():
                     for rates in run.rates.values():
                         rates.apply(counters.updates)
                     strategy.update(window)
@@ -190,10 +190,10 @@ class Trainer(Generic[M]):
                         run.average.take(counters.updates)
                     if strategy.reports:
                         strategy.report(window)
-                    if counters.updates >= run.due and not run.at_end:  # else the epoch's end does it
-                        self._between_updates(between)
-                if run.epoch_over or run.stopped_between:
-                    self._between_updates(between, epoch_ended=run.epoch_over)
+                    if counters.updates >= run.next_boundary and not run.at_end:  # else the epoch's end does it
+                        self._between_updates(boundary)
+                if run.epoch_over or run.at_boundary:
+                    self._between_updates(boundary, epoch_ended=run.epoch_over)
         return setup.result_of(self)
 
     def update(self, window: Window) -> Any:
@@ -249,22 +249,22 @@ class Trainer(Generic[M]):
         run.strategy.status.minimizing = manual_optimization.backward_of(run, loss, name)
         return self.apply_gradients(name)
 
-    def _between_updates(self, between: BetweenUpdates, *, epoch_ended: bool = False) -> None:
+    def _between_updates(self, boundary: Boundary, *, epoch_ended: bool = False) -> None:
         """Do what is due between two updates: probe, validate, judge, report, save."""
-        between.begin(epoch_ended=epoch_ended)
-        validated = between.validation_is_due()
+        boundary.begin(epoch_ended=epoch_ended)
+        validated = boundary.validation_is_due()
         best = keep = False
-        if validated or epoch_ended or between.ends_inside_epoch:
-            row = between.add_row(between.validate(self.evaluate) if validated else None)
-            best, keep = between.judge(row, validated=validated)
-            if between.reporter is not None:
-                between.reporter.report(row, best=best, validated=validated)
+        if validated or epoch_ended or boundary.ends_inside_epoch:
+            row = boundary.add_row(boundary.validate(self.evaluate) if validated else None)
+            best, keep = boundary.judge(row, validated=validated)
+            if boundary.reporter is not None:
+                boundary.reporter.report(row, best=best, validated=validated)
             if epoch_ended and self._hooks.end_epoch is not None:
-                between.end_epoch(row)
+                boundary.end_epoch(row)
         if self._counters.stopped:
-            between.validate_early_end(self.evaluate)
-        between.save(keep=keep, validated=validated)
-        between.end()
+            boundary.validate_early_end(self.evaluate)
+        boundary.save(keep=keep, validated=validated)
+        boundary.end()
 
     # The hooks.
 
@@ -318,7 +318,7 @@ class Trainer(Generic[M]):
         """Return everything that belongs in a checkpoint, by name; add your own objects to `super().parts()`."""
         from trainwright.fit.saving import parts_of
 
-        return parts_of(self._run, self._between)
+        return parts_of(self._run, self._boundary)
 
     # Methods for users.
 
@@ -390,7 +390,7 @@ class Trainer(Generic[M]):
     @suggests
     def save(self) -> None:
         """Write a checkpoint after the current update; during `fit` only."""
-        self._between.request_save()
+        self._boundary.request_save()
 
     @suggests
     def save_weights(self, path: str | Path) -> None:
@@ -430,9 +430,9 @@ class Trainer(Generic[M]):
 
     # For the package `fit`.
 
-    def _bind_run(self, run: Run, between: BetweenUpdates) -> None:
+    def _bind_run(self, run: Run, boundary: Boundary) -> None:
         """Refer to the run while it lasts; to `setup.NOT_RUNNING` when it is over."""
-        self._run, self._between = run, between
+        self._run, self._boundary = run, boundary
 
 
 point_elsewhere(Trainer)

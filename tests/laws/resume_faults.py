@@ -18,7 +18,7 @@ from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.row_batches import Batches
 from trainwright.fit import rollback, saving
-from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.boundary import Boundary
 from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
@@ -198,13 +198,13 @@ def the_users_state_is_forgotten(patch):
 
 def it_is_forgotten_when_was_validated(patch):
     def never(self, tree):
-        self.validated, self.paused = -1, 0
+        self.validated, self.last_boundary = -1, 0
 
     around(patch, Counters, "load_state_dict", after=never)
 
 
 def a_pause_that_was_due_is_left_out(patch):
-    around(patch, BetweenUpdates, "start", after=lambda self: setattr(self.run, "pending", ""))
+    around(patch, Boundary, "start", after=lambda self: setattr(self.run, "unfinished_boundary", ""))
 
 
 def what_is_saved_misses_the_last_update(patch):

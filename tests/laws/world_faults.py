@@ -18,7 +18,7 @@ from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.world import Group
 from trainwright.evaluation import passes
 from trainwright.fit import rollback
-from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.boundary import Boundary
 from trainwright.schedules.table import TableRates
 from trainwright.update import distributed_step
 from trainwright.update.distributed_step import DistributedStep
@@ -131,13 +131,13 @@ def each_evaluates_all_rows(patch: Patch) -> None:
 
 
 def each_judges_by_its_own_numbers(patch: Patch) -> None:
-    validate = BetweenUpdates.validate
+    validate = Boundary.validate
 
-    def alone(self: BetweenUpdates, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
+    def alone(self: Boundary, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(LossTracker, "merge", lambda self, world: None)
             inside.setattr(Group, "same", lambda self, value: value)
             inside.setattr(self.owner, "is_main", True)
             return validate(self, evaluate, **how)
 
-    patch.setattr(BetweenUpdates, "validate", alone)
+    patch.setattr(Boundary, "validate", alone)

@@ -298,7 +298,7 @@ def test_a_save_that_fails_during_a_validation_is_told_at_the_next_update(tmp_pa
         def validation_step(self, batch):
             if self.progress.updates == 3:
                 validates.set()
-                self._between.manager._writer.wait()
+                self._boundary.manager._writer.wait()
             return super().validation_step(batch)
 
     trainer = make(Fails, checkpoint=Checkpoint(tmp_path, every=Updates(100), on_save_error="raise"))

@@ -24,7 +24,8 @@ from trainwright import (
     read_journal,
 )
 from trainwright.checkpointing.format import load_tree
-from trainwright.fit import between_updates
+from trainwright.fit import boundary
+from trainwright.fit import clock as clock_of_fit
 
 BY_VALIDATION = {"early_stopping": EarlyStopping("val_loss", patience=3), "schedule": Plateau("val_loss", patience=0)}
 BY_TRAINING = {"early_stopping": EarlyStopping("loss", patience=3), "schedule": Plateau("loss", patience=0)}
@@ -136,14 +137,14 @@ def test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped(whi
 
 
 def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypatch):
-    measure = between_updates.BetweenUpdates.validate_early_end
+    measure = boundary.Boundary.validate_early_end
 
     def counts(self, *args, **settings):
         measure(self, *args, **settings)
         self.history.extend([self.record.final_validation] if self.record.final_validation is not None else [])
 
     wholes("validated inside the epoch")  # made without the fault
-    monkeypatch.setattr(between_updates.BetweenUpdates, "validate_early_end", counts)
+    monkeypatch.setattr(boundary.Boundary, "validate_early_end", counts)
     with pytest.raises(AssertionError):
         check_stopped("validated inside the epoch", "after_update", 2, tmp_path, wholes)
 
@@ -174,7 +175,7 @@ class Clock:
 def test_a_run_whose_time_was_over_goes_on_with_more_time_as_if_it_never_ended(which, n, tmp_path, wholes, monkeypatch):
     directory, whole = wholes(which)
     clock = Clock()
-    monkeypatch.setattr(between_updates, "time", SimpleNamespace(perf_counter=clock.perf_counter))
+    monkeypatch.setattr(clock_of_fit, "time", SimpleNamespace(perf_counter=clock.perf_counter))
 
     def pass_time():
         clock.now += 100

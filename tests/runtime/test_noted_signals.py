@@ -35,7 +35,7 @@ def test_a_signal_is_noted_wakes_the_loop_and_is_raised_at_the_boundary(number, 
     with pytest.raises(Interrupted) as caught, signals.installed():
         signals.check()
         send(number)
-        assert signals.pending == number and woken == [True]
+        assert signals.received == number and woken == [True]
         signals.check()
     assert (caught.value.name, caught.value.number, caught.value.late) == (name, number, False)
     assert not any(isinstance(one, threading.Timer) and not one.finished.is_set() for one in threading.enumerate())
@@ -110,7 +110,7 @@ def test_an_iterator_that_ends_or_raises_does_so():
         assert list(signals.batches(iter(range(3)))) == [0, 1, 2]
         with pytest.raises(ZeroDivisionError):
             list(signals.batches(bad()))
-        assert not signals.pending
+        assert not signals.received
 
 
 def test_after_the_last_item_a_signal_is_noted_again():
@@ -120,7 +120,7 @@ def test_after_the_last_item_a_signal_is_noted_again():
         with signals.installed():
             assert list(signals.batches(iter(range(3)))) == [0, 1, 2]
             send(signal.SIGTERM)
-            assert signals.pending
+            assert signals.received
 
     raised(block)
 
@@ -194,7 +194,7 @@ def test_a_second_sigterm_changes_nothing_and_a_ctrl_c_after_it_is_a_second_one(
             time.sleep(0.12)
             send(signal.SIGTERM)
             send(signal.SIGUSR1)
-            assert signals.pending == signal.SIGTERM
+            assert signals.received == signal.SIGTERM
             send(signal.SIGINT)
 
     raised(block, KeyboardInterrupt)
@@ -210,7 +210,7 @@ def test_handlers_of_others_stay():
         with signals.installed():
             assert signal.getsignal(signal.SIGUSR1) is mine
             send(signal.SIGTERM)
-            assert not signals.pending
+            assert not signals.received
         assert signal.getsignal(signal.SIGTERM) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGUSR1, before[0])
@@ -252,7 +252,7 @@ def test_a_forked_child_does_as_if_nothing_had_been_installed():
             send(signal.SIGTERM)
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGTERM
-        assert not signals.pending
+        assert not signals.received
 
 
 def test_the_death_of_a_worker_is_heard_only_where_data_is_waited_for():

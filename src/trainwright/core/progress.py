@@ -35,10 +35,10 @@ class Counters:
     """Wall-clock time of this stage, over all of its sessions."""
     validated: int = -1
     """`updates` at the last validation; -1 before the first."""
-    paused: int = 0
-    """`updates` at the last pause: where it lies behind, what fell due since is still to be done."""
-    pause: str = ""
-    """The pause whose validation was broken off: of an "update", an "epoch" or an early end ("final"); else empty."""
+    last_boundary: int = 0
+    """`updates` at the last boundary; where it is less than `updates`, work that fell due since is still to be done."""
+    interrupted_validation: str = ""
+    """The kind of boundary whose validation was interrupted: "update", "epoch" or early end ("final"); else empty."""
     stopped: str = ""
     """Why the run stopped; empty while it runs."""
 
@@ -61,7 +61,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "begun": is_flag,
     "seconds": is_amount,
     "validated": lambda value: value == -1 or is_count(value),
-    "pause": lambda value: value in ("", "update", "epoch", "final"),
+    "interrupted_validation": lambda value: value in ("", "update", "epoch", "final"),
     "stopped": is_text,
 }
 """The forms of the counters that are no counts."""

@@ -41,7 +41,7 @@ class Signals:
     handler of the user, keeps it.
     """
 
-    pending = 0
+    received = 0
     """The signal that was received; 0 without one."""
     data_failed = False
     """Whether fetching a batch has raised an error."""
@@ -78,14 +78,14 @@ class Signals:
             yield
         finally:
             self._restore()
-        if self.pending:
-            raise Interrupted(self.pending)
+        if self.received:
+            raise Interrupted(self.received)
 
     def fetch(self, read: Callable[..., Any], *arguments: Any) -> Any:
         """Return `read(*arguments)`, which reads data; a signal ends the run at once before it and meanwhile."""
         self._waiting = self._alone
         try:
-            if self.pending or self._child_died:
+            if self.received or self._child_died:
                 self._before_waiting()
             return read(*arguments)
         except Exception:
@@ -102,14 +102,14 @@ class Signals:
 
     def check(self) -> None:
         """Raise Interrupted for a signal that was received: the state of the run is consistent here."""
-        if self.pending and self._alone:
+        if self.received and self._alone:
             self._ended = True
             self._stop_timer()
-            raise Interrupted(self.pending)
+            raise Interrupted(self.received)
 
     def obey(self, number: int) -> None:
         """Have `check` raise for a signal that some rank has received, after all ranks have agreed to end."""
-        self.pending, self._alone = number, True
+        self.received, self._alone = number, True
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -148,14 +148,14 @@ class Signals:
             self._overdue = False
             if not self._held and not self._ended:
                 self._ended = True
-                raise Interrupted(self.pending, late=True)
+                raise Interrupted(self.received, late=True)
             return
-        if self.pending:
+        if self.received:
             if number == signal.SIGINT and now - self._came > ONE_CTRL_C:
                 self._restore()
                 raise KeyboardInterrupt
             return
-        self.pending, self._came = number, now
+        self.received, self._came = number, now
         if self.wake is not None:
             self.wake()
         if self._waiting:
@@ -190,7 +190,7 @@ class Signals:
         main = threading.main_thread().ident
         if self._before and not self._ended and not self._held and main is not None:
             self._overdue = True
-            signal.pthread_kill(main, self.pending)
+            signal.pthread_kill(main, self.received)
 
     def _restore(self) -> None:
         self._ended = True

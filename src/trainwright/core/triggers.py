@@ -15,7 +15,7 @@ class Trigger:
     def __init__(self, duration: Duration, counters: Counters, *, of: str) -> None:
         check_duration(duration, of)
         self.duration = duration
-        self._updates = counters.paused  # work that fell due after the last time it was asked still fires
+        self._updates = counters.last_boundary  # work that fell due after the last boundary still fires
         self._seconds = counters.seconds
 
     def fires(self, counters: Counters, *, epoch_ended: bool) -> bool:

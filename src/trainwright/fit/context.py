@@ -25,7 +25,7 @@ from trainwright.core.signals import Interrupted, Signals
 from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
-from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.boundary import Boundary
 from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
@@ -46,7 +46,7 @@ from trainwright.update.snapshot import Buffers, Snapshot
 
 
 class FitContext:
-    """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, between)`.
+    """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, boundary)`.
 
     Entering raises every error of a setting, before the first update. FitEnd gives the model the weights that `fit`
     promises and undoes all that entering has switched, however the fit ends. An observer whose `on_fit_start` has
@@ -67,7 +67,7 @@ class FitContext:
 
     # Enter.
 
-    def __enter__(self) -> tuple[Run, BetweenUpdates]:
+    def __enter__(self) -> tuple[Run, Boundary]:
         try:
             with ExitStack() as undo:  # undone here where entering fails
                 undo.enter_context(self._signals.installed())
@@ -75,7 +75,7 @@ class FitContext:
                 self._undo = undo.pop_all()
         except Interrupted as interrupted:
             raise self._interrupted(interrupted) from None
-        return self._run, self._between
+        return self._run, self._boundary
 
     def _open(self, undo: ExitStack) -> None:
         """Open the data, bind the run, and call `on_fit_start` of the observers."""
@@ -125,8 +125,8 @@ class FitContext:
         resuming = plan_resume(owner, loaded, self._resume) if resumes else ResumePlan()
         if manager is not None and loaded is not None:
             manager.adopt(loaded)
-        between = self._between = BetweenUpdates(run, val, ends, manager=manager)
-        owner._bind_run(run, between)
+        boundary = self._boundary = Boundary(run, val, ends, manager=manager)
+        owner._bind_run(run, boundary)
         undo.callback(_release_run, owner, run)
         run.weights.start()
         for epoch in range(resuming.begun_epochs):
@@ -134,14 +134,14 @@ class FitContext:
             run.begin_epoch(epoch)
         if not resuming.passes_over:
             _rehearse(owner, run, val)
-        lines = [*resuming.lines, *resuming.execute(owner, between)]
+        lines = [*resuming.lines, *resuming.execute(owner, boundary)]
         if resuming.place:
             align_state(owner.optimizers.values())
         finished = resuming.place if owner._counters.stopped else ""
         if manager is not None:
-            lines += _check_saves(owner, run, between)
+            lines += _check_saves(owner, run, boundary)
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
-        between.start()
+        boundary.start()
 
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
         """Set grad mode, precision, module modes and faster kernels until the end of the fit; return header lines."""
@@ -228,21 +228,21 @@ class FitContext:
 
     def _complete(self) -> CheckpointError | None:
         """Wait for the last save and restore the weights that `fit` promises; return the error of that save."""
-        owner, run, between, record = self._owner, self._run, self._between, self._owner._record
+        owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
         run.rollback.phase = ENDED
         if record.ended is None:
-            record.save_error = _await_last_save(between)
-            FitEnd(between).restore_best()
+            record.save_error = _await_last_save(boundary)
+            FitEnd(boundary).restore_best()
         if owner.world.size > 1:
             broadcast_buffers(owner)
-        between.sync_signals()
+        boundary.sync_signals()
         record.failed = record.save_error is not None
         run.signals.check()
         return record.save_error
 
     def _break_off(self, raised: BaseException) -> BaseException:
         """Save the complete state that an error or a signal leaves, and return the exception that `fit` raises."""
-        owner, run, between, record = self._owner, self._run, self._between, self._owner._record
+        owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
         run.first_batch.close()
         error = self._first_error(raised)
         explain(error, owner)
@@ -251,10 +251,10 @@ class FitContext:
         if not isinstance(error, Exception) and not agreed:
             owner.world.failed(error)
         try:
-            failures = rescue(between, caused) if record.has_begun else []
+            failures = rescue(boundary, caused) if record.has_begun else []
         except BaseException as second:  # a second Ctrl-C
             caused, failures = second, []
-        between.update_clock()
+        boundary.clock.update()
         if record.has_begun and record.failed and record.save_error is None:
             record.weights = None
         ending, owner._counters.stopped = ends_in(caused, grace=run.signals.grace)
@@ -269,7 +269,7 @@ class FitContext:
     def _first_error(self, error: BaseException) -> BaseException:
         """Return `error`, or a non-finite number of an update before it, whose check was deferred until now."""
         run = self._run
-        if run.signals.pending and isinstance(error, KeyboardInterrupt):
+        if run.signals.received and isinstance(error, KeyboardInterrupt):
             return error
         try:
             run.strategy.flush()
@@ -283,7 +283,7 @@ class FitContext:
         An observer that fails is a note on that error; where there is none, the first failure is raised, after all
         observers were called. A second Ctrl-C ends it at once.
         """
-        owner, record, result = self._owner, self._owner._record, FitEnd(self._between).make_result()
+        owner, record, result = self._owner, self._owner._record, FitEnd(self._boundary).make_result()
         if record.has_begun:
             owner.result = result
             record.stages = [*record.stages[: owner._counters.stage], _summary(owner, result)]
@@ -291,7 +291,7 @@ class FitContext:
             try:
                 observer.on_fit_end(result)
             except BaseException as failed:
-                if self._signals.pending and isinstance(failed, KeyboardInterrupt):
+                if self._signals.received and isinstance(failed, KeyboardInterrupt):
                     raise
                 error = _with_failure(error, failed, f"{type(observer).__name__}.on_fit_end")
         if error is not None:
@@ -306,9 +306,9 @@ class FitContext:
         return ending
 
 
-def _await_last_save(between: BetweenUpdates) -> CheckpointError | None:
+def _await_last_save(boundary: Boundary) -> CheckpointError | None:
     """Wait for the save at the end, which must succeed; return its error where it has failed."""
-    saves, lost = between.saves, between.record.save_error
+    saves, lost = boundary.saves, boundary.record.save_error
     if saves is None:
         return None
     try:
@@ -352,12 +352,12 @@ def _release_run(owner: Owner, run: Run) -> None:
     owner._bind_run(NOT_RUNNING, NOT_RUNNING)
 
 
-def _check_saves(owner: Owner, run: Run, between: BetweenUpdates) -> list[str]:
+def _check_saves(owner: Owner, run: Run, boundary: Boundary) -> list[str]:
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
-    assert between.manager is not None
-    owner._record.run_id = between.manager.run_id
+    assert boundary.manager is not None
+    owner._record.run_id = boundary.manager.run_id
     run.source.must_resume = True
-    parts, ours = owner.parts(), parts_of(run, between)
+    parts, ours = owner.parts(), parts_of(run, boundary)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
         raise SettingError(
             f"parts() of {type(owner).__name__} leaves out {listed(lost, 5)}: no checkpoint would hold them",

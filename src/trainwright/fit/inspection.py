@@ -75,7 +75,7 @@ class ProbeRunner(Inspector):
     def report(self, *, epoch_ended: bool) -> None:
         """Call the function where its turn has come, unless it was called before the validation was interrupted."""
         run, counters = self._run, self._run.counters
-        if not counters.pause and self._trigger.fires(counters, epoch_ended=epoch_ended):
+        if not counters.interrupted_validation and self._trigger.fires(counters, epoch_ended=epoch_ended):
             with probe_context(run.owner, run.source):
                 numbers = self._probe.fn(run.owner)
             run.tracker.record_probe(numbers, self._probe.name)

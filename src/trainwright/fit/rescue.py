@@ -4,21 +4,21 @@ from __future__ import annotations
 
 from trainwright.core.errors import CheckpointError, Stopped, first_line
 from trainwright.core.signals import Interrupted
-from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.boundary import Boundary
 from trainwright.fit.rollback import BETWEEN, FETCHING, OPENING, UPDATING
 
 
-def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
+def rescue(boundary: Boundary, error: BaseException) -> list[str]:
     """Save the state from before the window in progress, where it is complete and to be saved for this error.
 
     A signal and an error of the data are always saved for; another error of user code, KeyboardInterrupt and SystemExit
     included, with `on_error="save"`. A save in flight is awaited and reported in any case, and so are updates whose
     records wait for other ranks. Returns the failures of this, for notes on the error that ends the run.
     """
-    if between.run.signals.pending and isinstance(error, KeyboardInterrupt):  # a second Ctrl-C
+    if boundary.run.signals.received and isinstance(error, KeyboardInterrupt):  # a second Ctrl-C
         return []
-    failures = _report_held(between)
-    run, saves, counters = between.run, between.saves, between.counters
+    failures = _report_held(boundary)
+    run, saves, counters = boundary.run, boundary.saves, boundary.counters
     if saves is None:
         return failures
     # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
@@ -26,15 +26,15 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
     trained = bool(counters.rows or counters.earlier_updates)  # untrained, the corrected script may begin anew
     saves_errors = run.owner.on_error == "save"
     can_save = trained and not alone
-    is_complete = can_save and _is_complete(between, error, saves_errors=saves_errors)
+    is_complete = can_save and _is_complete(boundary, error, saves_errors=saves_errors)
     if can_save and not is_complete:
-        between.record.could_save = _is_complete(between, error, saves_errors=True)
+        boundary.record.could_save = _is_complete(boundary, error, saves_errors=True)
     rolled_back = run.rollback.restore() if is_complete else None
     with run.signals.held():
         failing = "the state at the end could not be saved"
         try:
             if is_complete:
-                between.update_clock()
+                boundary.clock.update()
                 if not saves.has_current_state:
                     saves.save(instead=rolled_back)
             written = saves.manager.completed(wait=True, alone=alone)
@@ -45,9 +45,9 @@ def rescue(between: BetweenUpdates, error: BaseException) -> list[str]:
     return failures
 
 
-def _report_held(between: BetweenUpdates) -> list[str]:
+def _report_held(boundary: Boundary) -> list[str]:
     """Report the updates whose records wait for other ranks, which do not come any more; return its failures."""
-    run = between.run
+    run = boundary.run
     with run.signals.held():
         try:
             run.strategy.reporter.report_held_alone()
@@ -64,18 +64,18 @@ def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
     return (KeyboardInterrupt() if error.name == "Ctrl-C" else Stopped(error.number, error.name)), why
 
 
-def _is_complete(between: BetweenUpdates, error: BaseException, *, saves_errors: bool) -> bool:
+def _is_complete(boundary: Boundary, error: BaseException, *, saves_errors: bool) -> bool:
     """Whether the state before the window in progress is complete, or can be rolled back to, and is to be saved.
 
     `saves_errors`: for errors of user code too.
     """
-    run, status = between.run, between.run.strategy.status
+    run, status = boundary.run, boundary.run.strategy.status
     place = run.rollback.phase
     if isinstance(error, Interrupted):
         return not error.late and place in (BETWEEN, OPENING, FETCHING)
     if not isinstance(error, Exception | KeyboardInterrupt | SystemExit) or isinstance(error, CheckpointError):
         return False
-    is_validating = place == BETWEEN and between.counters.pause != ""
+    is_validating = place == BETWEEN and boundary.counters.interrupted_validation != ""
     if place in (OPENING, FETCHING) or (is_validating and run.signals.data_failed):
         return saves_errors or isinstance(error, Exception)
     if not saves_errors:

@@ -26,7 +26,7 @@ from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import position_text
 
 if TYPE_CHECKING:
-    from trainwright.fit.between_updates import BetweenUpdates
+    from trainwright.fit.boundary import Boundary
     from trainwright.fit.early_stopping import EarlyStopping
 
 
@@ -43,10 +43,10 @@ def copies_best(early: EarlyStopping, manager: CheckpointManager | None) -> bool
 class FitEnd:
     """Loads the final weights at the end of a `fit`, and makes its Result."""
 
-    def __init__(self, between: BetweenUpdates) -> None:
-        self._run, self._owner, self._counters = between.run, between.owner, between.counters
-        self._ends, self._manager, self._watch = between.ends, between.manager, between.watch
-        self._record = between.record
+    def __init__(self, boundary: Boundary) -> None:
+        self._run, self._owner, self._counters = boundary.run, boundary.owner, boundary.counters
+        self._ends, self._manager, self._watch = boundary.ends, boundary.manager, boundary.watch
+        self._record = boundary.record
 
     def restore_best(self) -> None:
         """Load the final weights: averaged and/or best, as configured."""

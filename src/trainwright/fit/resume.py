@@ -25,7 +25,7 @@ from trainwright.core.checks import FormError, check_form, is_count, is_dict, is
 from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.progress import Counters
 from trainwright.core.suggestions import did_you_mean
-from trainwright.fit.between_updates import BetweenUpdates
+from trainwright.fit.boundary import Boundary
 from trainwright.fit.describe import changed, settings_of
 from trainwright.fit.early_stopping import is_best
 from trainwright.fit.plan import Resume
@@ -50,7 +50,7 @@ class ResumePlan:
     passes_over: ClassVar[bool] = False
     """Whether the stage has ended: nothing is trained in it."""
 
-    def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
+    def execute(self, owner: Owner, boundary: Boundary) -> list[str]:
         """Load the state that the `fit` starts with; return further lines of the header. No-op here."""
         return []
 
@@ -65,13 +65,13 @@ class Continued(ResumePlan):
     with_data: bool = True
     """Whether the data are those that it was saved with, and continue at their position."""
 
-    def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
+    def execute(self, owner: Owner, boundary: Boundary) -> list[str]:
         """Load the checkpoint into everything bound; warn of differences where the run continues."""
-        counters, run = owner._counters, between.run
+        counters, run = owner._counters, boundary.run
         given = _settings(owner)
-        reports, lines = _restore(self, owner, between)
+        reports, lines = _restore(self, owner, boundary)
         reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
-        _find_position(between)
+        _find_position(boundary)
         if owner.world.is_main and not counters.stopped:  # a finished run does not continue
             for report in reports:
                 warn_user(report)  # it matters without a console too
@@ -102,12 +102,12 @@ class PassedOver(ResumePlan):
     """How this stage ended."""
     passes_over: ClassVar[bool] = True
 
-    def execute(self, owner: Owner, between: BetweenUpdates) -> list[str]:
+    def execute(self, owner: Owner, boundary: Boundary) -> list[str]:
         """Take the counters, history and weights that the stage ended with."""
         self.checkpoint.tree.clear()
         owner._counters.load_state_dict(self.ended["counters"])
         owner.history[:] = self.progress["history"][: self.ended["rows"]]
-        record, path = owner._record, path_at(between.manager, self.ended["left"])
+        record, path = owner._record, path_at(boundary.manager, self.ended["left"])
         record.ended = self.ended
         record.lacks_weights = path is None or not _load_model(owner, path)
         if record.lacks_weights:
@@ -266,7 +266,7 @@ def _load_model(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _restore(plan: Continued, owner: Owner, between: BetweenUpdates) -> tuple[list[str], list[str]]:
+def _restore(plan: Continued, owner: Owner, boundary: Boundary) -> tuple[list[str], list[str]]:
     """Give every part its state; return the reports of the parts, and lines for the header alone."""
     loaded = plan.checkpoint
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
@@ -279,39 +279,42 @@ def _restore(plan: Continued, owner: Owner, between: BetweenUpdates) -> tuple[li
     run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)
     matched = put_in_current_order(parts, tree, saved, origin=origin)
     if is_sharded(*owner.model.parameters()):
-        tree = _resharded(tree, parts, between)
+        tree = _resharded(tree, parts, boundary)
     with _same_rates(owner) if "schedule" in plan.fresh else nullcontext():
         reports = run_parts.restore(parts, tree, origin=origin)
     if not plan.with_data:
         owner._counters.batch = 0
     if has_ranks:
-        reports += load_rank_state(owner, own, number=number, source=between.run.source if plan.with_data else None)
+        reports += load_rank_state(owner, own, number=number, source=boundary.run.source if plan.with_data else None)
     return reports, matched
 
 
-def _find_position(between: BetweenUpdates) -> None:
+def _find_position(boundary: Boundary) -> None:
     """Find out whether the loaded run has ended, or work between two updates is still due where it was left."""
-    run, counters = between.run, between.counters
-    stopped_early = "" if between.watch is None else between.watch.stopped
-    ended = between.end_reached() or stopped_early
-    if counters.pause == "final" and not (run.stop_reason or ended):
-        counters.pause = ""  # with a later end the run continues without the validation of the earlier one
-    run.pending = counters.pause or ("update" if counters.paused < counters.updates else "")
-    counters.stopped = ("" if run.pending else ended) or ("" if counters.pause else stopped_early)
-    if not run.pending:  # the pending work makes the row of the update before it
+    run, counters = boundary.run, boundary.counters
+    stopped_early = "" if boundary.watch is None else boundary.watch.stopped
+    ended = boundary.clock.end_reached() or stopped_early
+    if counters.interrupted_validation == "final" and not (run.stop_reason or ended):
+        counters.interrupted_validation = ""  # with a later end the run continues without it
+    counters.stopped = ended
+    if counters.interrupted_validation:
+        run.unfinished_boundary, counters.stopped = counters.interrupted_validation, ""
+    elif counters.last_boundary < counters.updates:
+        run.unfinished_boundary, counters.stopped = "update", stopped_early
+    else:  # unfinished work makes the row of the update before it
         run.optimizer_steps.clear_used_rates()
     if not counters.stopped:
-        between.record.final_validation = None
+        boundary.record.final_validation = None
 
 
-def _resharded(tree: dict[str, Tree], parts: dict[str, Any], between: BetweenUpdates) -> dict[str, Tree]:
+def _resharded(tree: dict[str, Tree], parts: dict[str, Any], boundary: Boundary) -> dict[str, Tree]:
     """Distribute the tensors of a state as the parts are sharded now."""
     from trainwright.distributed.resharding import place
 
     likes: dict[str, Any] = {}
-    if between.copies_best:  # host tensors, with the sharding that the weights of the best are to have
-        likes["early_stopping"] = {"weights": copied_weights(between.owner.model, None)}
-    return place(tree, parts, likes=likes, world=between.owner.world)
+    if boundary.copies_best:  # host tensors, with the sharding that the weights of the best are to have
+        likes["early_stopping"] = {"weights": copied_weights(boundary.owner.model, None)}
+    return place(tree, parts, likes=likes, world=boundary.owner.world)
 
 
 # Parts that start anew.

@@ -52,15 +52,15 @@ class Run:
     """The loss scale; None without one."""
     checks: bool
     """Whether gradients are checked before they are applied."""
-    due: float = 0
-    """The applied updates after which the loop calls `_between_updates`."""
-    woken = False
+    next_boundary: float = 0
+    """The applied updates after which the loop calls `_between_updates` next."""
+    boundary_requested = False
     """Whether `wake` was called since the work between updates last began."""
     epoch_over = False
-    stopped_between = False
-    """Whether `_between_updates` comes before the first window: it was pending, or `begin_epoch` has stopped."""
-    pending = ""
-    """Work between updates that was due where the run was left: after an "update", an "epoch", or "final"."""
+    at_boundary = False
+    """Whether `_between_updates` comes before any window: for unfinished work, or after a stop in `begin_epoch`."""
+    unfinished_boundary = ""
+    """The boundary whose work was due or interrupted where the run was left: "update", "epoch", "final"; else empty."""
     stop_reason = ""
     """The reason given to `stop()`, in this session or in the one that has left work pending."""
     waited = 0.0
@@ -137,11 +137,14 @@ class Run:
             for handle in handles:
                 handle.remove()
 
-    def windows(self) -> Iterator[Window]:
-        """The windows of what is left of the epoch; fewer where the run is stopped in the middle of it."""
+    def start_epoch(self) -> Iterator[Window]:
+        """Start what is left of the epoch and return its windows; none where the work of a boundary comes first.
+
+        Calls `begin_epoch`, which may stop the run, and opens the data.
+        """
         counters = self.counters
-        self.epoch_over = False
-        if self.pending and self._starts_with_pending():
+        self.epoch_over = self.at_boundary = False
+        if self.unfinished_boundary and self._resumes_at_boundary():
             return iter(())
         self.signals.check()
         self.begin_epoch(counters.epoch)
@@ -149,15 +152,33 @@ class Run:
             asked = self.rank_sync.join().stop  # all ranks have the hook, or none
             if asked:
                 self.stop_now(asked)
-        self.stopped_between = counters.stopped != "" and not self.at_end
-        if self.stopped_between:
-            return iter(())
-        begun = time.perf_counter()
-        opened = self._open_epoch()
-        self.waited += time.perf_counter() - begun
-        return self._begun_windows(opened)
+        self.at_boundary = counters.stopped != "" and not self.at_end
+        return iter(()) if self.at_boundary else self._windows(self._open_epoch())
 
-    def _begun_windows(self, windows: Iterator[Window]) -> Iterator[Window]:
+    def _resumes_at_boundary(self) -> bool:
+        """Return whether the work of a boundary, due or interrupted where the run was left, comes first."""
+        kind, self.unfinished_boundary = self.unfinished_boundary, ""
+        self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
+        if kind == "update" and not self.counters.interrupted_validation and self.at_end:
+            return False  # the work at the epoch's end includes it
+        self.epoch_over, self.at_boundary = kind == "epoch", kind != "epoch"
+        self.random.seek_boundary()
+        return True
+
+    def _open_epoch(self) -> Iterator[Window]:
+        """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
+        counters, plan = self.counters, self.plan
+        begun = time.perf_counter()
+        size = plan.accumulated(counters.epoch)
+        left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
+        move = mover(self.owner, self.source, trains=True)
+        batches = self.signals.fetch(self.rollback.open_epoch)
+        self.signals.watch_children()
+        windows = self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
+        self.waited += time.perf_counter() - begun
+        return windows
+
+    def _windows(self, windows: Iterator[Window]) -> Iterator[Window]:
         """Fetch the windows of the epoch, until the run is stopped; begin the update of each."""
         rollback, clock = self.rollback, time.perf_counter
         while True:
@@ -176,26 +197,6 @@ class Run:
                 return
         rollback.phase = BETWEEN
         self.epoch_over = True
-
-    def _starts_with_pending(self) -> bool:
-        """Return whether work between updates that was due or interrupted where the run was left comes first."""
-        pending, self.pending = self.pending, ""
-        self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
-        if pending == "update" and not self.counters.pause and self.at_end:
-            return False  # the work at the epoch's end includes it
-        self.epoch_over, self.stopped_between = pending == "epoch", pending != "epoch"
-        self.random.seek_boundary()
-        return True
-
-    def _open_epoch(self) -> Iterator[Window]:
-        """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
-        counters, plan = self.counters, self.plan
-        size = plan.accumulated(counters.epoch)
-        left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
-        move = mover(self.owner, self.source, trains=True)
-        batches = self.signals.fetch(self.rollback.open_epoch)
-        self.signals.watch_children()
-        return self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
 
     def count(self, window: Window) -> bool:
         """Count the update and complete its numbers; return whether a step was applied in it."""
@@ -238,7 +239,7 @@ class Run:
         self._plan_epoch()
         if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
             self.rank_sync.start()  # the pace is another one
-            self.due = min(self.due, self.rank_sync.at)
+            self.next_boundary = min(self.next_boundary, self.rank_sync.at)
 
     def check_epoch(self) -> None:
         """Raise after an epoch in which an `update` of the user's own made no step at all."""
@@ -314,9 +315,9 @@ class Run:
 
     def wake(self) -> None:
         """Call `_between_updates` at the next boundary; several ranks call it at their next exchange."""
-        self.woken = True
+        self.boundary_requested = True
         if self.rank_sync is None:
-            self.due = 0
+            self.next_boundary = 0
 
     def find_origin(self) -> NonFiniteOrigin:
         """Find the first non-finite number of the update: in the batch, a weight, or a module's forward or backward."""

@@ -21,7 +21,7 @@ from trainwright.update.owner import Owner, active_observers
 from trainwright.update.per_rank_state import PROCESSES, rank_state
 
 if TYPE_CHECKING:
-    from trainwright.fit.between_updates import BetweenUpdates
+    from trainwright.fit.boundary import Boundary
 
 
 class RunCheckpoints:
@@ -77,7 +77,7 @@ class RunCheckpoints:
                 metrics=measured,
                 settings=self._settings,
             )
-        self._saved_at = self._boundary
+        self._saved_at = self._position
 
     def report(self, *, wait: bool = False) -> None:
         """Report new complete checkpoints to the observers; CheckpointError where a save has failed."""
@@ -94,15 +94,21 @@ class RunCheckpoints:
     @property
     def has_current_state(self) -> bool:
         """Whether the state of this very boundary was saved already."""
-        return bool(self._saved_at == self._boundary)
+        return bool(self._saved_at == self._position)
 
     @property
-    def _boundary(self) -> tuple[Any, ...]:
+    def _position(self) -> tuple[Any, ...]:
         counters = self.counters
-        return (counters.epoch, counters.batch, counters.updates, counters.paused, counters.pause)
+        return (
+            counters.epoch,
+            counters.batch,
+            counters.updates,
+            counters.last_boundary,
+            counters.interrupted_validation,
+        )
 
 
-def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
+def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
     """Return every part of a run that has state, by the names of a checkpoint."""
     owner = run.owner
     named: dict[str, Any] = {
@@ -112,8 +118,8 @@ def parts_of(run: Run, between: BetweenUpdates) -> dict[str, Stateful]:
         "precision": run.scaler,
         "schedule": NamedParts(run.rates) if isinstance(owner.schedule, Mapping) else run.rates.get(ONLY),
         "average": run.weights if run.weights.differs else None,
-        "early_stopping": between.watch,
-        "checkpoint": between.manager,
+        "early_stopping": boundary.watch,
+        "checkpoint": boundary.manager,
         "progress": RunProgress(run),
         "totals": run.tracker,
         "data": run.source,
@@ -161,7 +167,7 @@ class RunProgress:
         owner.history[:] = tree["history"]
         record.stages = list(tree["stages"])
         # A reason given to `stop()` counts only where the validation and the save that it asked for are still due.
-        due = owner._counters.pause or owner._counters.paused < owner._counters.updates
+        due = owner._counters.interrupted_validation or owner._counters.last_boundary < owner._counters.updates
         record.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 

@@ -94,7 +94,7 @@ class DeferredCheck(UpdateStrategy):
         super().begin(window)
         counters = self._run.counters
         self._before = (counters.batch, counters.rows)
-        if not self._reads.pending:
+        if not self._reads.has_unread:
             self._applied = counters.updates
 
     def scale_and_check(self, gradients: Gradients) -> Tensor | None:
@@ -242,7 +242,7 @@ class DeferredSkip(DeferredCheck):
     def begin(self, window: Window) -> None:
         """Begin the update of a window; its rates are on the device."""
         super().begin(window)
-        if not self._reads.pending:
+        if not self._reads.has_unread:
             self._verdict.reset(self._applied)
         if self._rates is not None:
             self._rates.reach(self._applied)
@@ -266,9 +266,9 @@ class DeferredSkip(DeferredCheck):
 
     def flush(self) -> None:
         """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
-        pending = self._reads.pending
+        has_unread = self._reads.has_unread
         super().flush()
-        if pending:
+        if has_unread:
             self.apply_rates(self._last)
 
     def rates_of(self, pending: _Pending) -> tuple[float, ...]:

@@ -191,7 +191,7 @@ class AsyncReads:
             self._deliver()
 
     @property
-    def pending(self) -> bool:
+    def has_unread(self) -> bool:
         """Whether a read is in progress."""
         return bool(self._under_way)
 

@@ -74,7 +74,7 @@ class Owner(Protocol):
         """Everything with state, by name."""
         ...
 
-    def _bind_run(self, run: Any, between: Any) -> None:
+    def _bind_run(self, run: Any, boundary: Any) -> None:
         """Refer to the run while it lasts."""
 
     def training_step(self, batch: Any) -> Any:

@@ -14,6 +14,7 @@ from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.records import Validation
 from trainwright.core.triggers import Trigger
 from trainwright.data.source import Source
+from trainwright.fit.clock import RunClock
 from trainwright.fit.plan import Ends
 from trainwright.fit.result import copied_weights, copies_best
 from trainwright.fit.rollback import BETWEEN
@@ -28,7 +29,7 @@ if TYPE_CHECKING:
     from trainwright.fit.rank_sync import RankSync, Requests
 
 
-class BetweenUpdates:
+class Boundary:
     """The steps of `Trainer._between_updates`, one method each, and the update at which the loop comes to them next."""
 
     saves: RunCheckpoints | None = None
@@ -46,8 +47,7 @@ class BetweenUpdates:
         self.watch = None if early is None else early.bind()
         self.copies_best = early is not None and copies_best(early, manager)
         """Whether early stopping holds a copy of the best weights."""
-        self._clock: float | None = None
-        """The seconds of rank 0, for all ranks until the next updates; None for one process."""
+        self.clock = RunClock(run.counters, ends)
         self._requests_save = self._save_is_requested = False
         """Whether `save()` was called on this rank; whether a checkpoint is due because it was called on any."""
         self._inspectors: list[Inspector] = []
@@ -56,7 +56,7 @@ class BetweenUpdates:
     def start(self) -> None:
         """Start clocks and triggers, after loading."""
         run, counters = self.run, self.counters
-        self._began = time.perf_counter() - counters.seconds
+        self.clock.start()
         self._validates = Trigger(self.ends.validate, counters, of="validate")
         self._triggers = [self._validates] if self.val else []
         """Whatever is due after a number of updates or seconds."""
@@ -77,29 +77,29 @@ class BetweenUpdates:
             run.rank_sync.start()
         self._continue()
         if self.saves is not None:  # it reserves memory for a copy of the state when that has its full size
-            run.due = min(run.due, counters.updates + 1)
+            run.next_boundary = min(run.next_boundary, counters.updates + 1)
 
     # The steps, in their order.
 
     def begin(self, *, epoch_ended: bool) -> None:
         """Bring the counters up to date, find out whether an end is reached, and measure what observers ask for."""
         run, counters = self.run, self.counters
-        run.rollback.phase, run.woken = BETWEEN, False
+        run.rollback.phase, run.boundary_requested = BETWEEN, False
         run.strategy.flush()
         for one in self._inspectors:
             one.pause()
         if run.rank_sync is not None:
             self._sync_ranks(run.rank_sync)
         run.signals.check()
-        self.update_clock()
+        self.clock.update()
         run.optimizer_steps.record_used_rates()
         self.epoch_ended = epoch_ended
-        if epoch_ended and not counters.pause:  # else it was counted before, in a run that ended in its validation
+        if epoch_ended and not counters.interrupted_validation:  # else it was counted before its validation
             self._count_epoch()
-        counters.paused = counters.updates
+        counters.last_boundary = counters.updates
         if self.saves is not None:
             self.saves.arrive()
-        counters.stopped = counters.stopped or self.end_reached()
+        counters.stopped = counters.stopped or self.clock.end_reached()
         for one in self._inspectors:
             one.report(epoch_ended=epoch_ended)
 
@@ -117,18 +117,16 @@ class BetweenUpdates:
 
     def _sync_ranks(self, rank_sync: RankSync) -> None:
         """Exchange the requests of all ranks, and take the clock of rank 0."""
-        self._clock = None
-        self.update_clock()
+        self.clock.update_alone()
         requests = self._exchange(rank_sync)
-        self._began -= requests.seconds - self.counters.seconds
-        self._clock = requests.seconds
+        self.clock.agree(requests.seconds)
         self.run.strategy.synchronize()
         if requests.signal:
             self.run.signals.obey(requests.signal)
 
     def _exchange(self, rank_sync: RankSync) -> Requests:
         """Exchange the requests of all ranks; take over those to stop and to save."""
-        requests = rank_sync.join(signal=self.run.signals.pending, save=self._requests_save)
+        requests = rank_sync.join(signal=self.run.signals.received, save=self._requests_save)
         self._requests_save, self._save_is_requested = False, self._save_is_requested or requests.save
         if requests.stop:
             self.run.stop_now(requests.stop)
@@ -143,15 +141,15 @@ class BetweenUpdates:
 
     def validation_is_due(self) -> bool:
         """Whether to validate now: the duration has passed, or a planned end is reached; once at an update."""
-        due = self._validates.fires(self.counters, epoch_ended=self.epoch_ended) or bool(self.planned_end())
-        interrupted = self.counters.pause in ("update", "epoch")
+        due = self._validates.fires(self.counters, epoch_ended=self.epoch_ended) or bool(self.clock.planned_end())
+        interrupted = self.counters.interrupted_validation in ("update", "epoch")
         return bool(self.val) and self.counters.validated != self.counters.updates and (due or interrupted)
 
     def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
         """Return the numbers of every set of validation data; `final`: only because the run ends early."""
         record, signals = self.record, self.run.signals
         record.errors, record.read_batches = {}, signals.batches
-        self.counters.pause = "final" if final else "epoch" if self.epoch_ended else "update"
+        self.counters.interrupted_validation = "final" if final else "epoch" if self.epoch_ended else "update"
         numbers: dict[str, float] = {}
         # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
         several = signals.held() if self.run.rank_sync is not None else nullcontext()
@@ -177,7 +175,7 @@ class BetweenUpdates:
     @property
     def ends_inside_epoch(self) -> bool:
         """Whether a planned end is inside an epoch whose numbers are in no row yet."""
-        return bool(self.planned_end()) and self._lacks_row
+        return bool(self.clock.planned_end()) and self._lacks_row
 
     def add_row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
         """Append a row to the history: the epoch's training numbers so far, and those of the validation."""
@@ -191,7 +189,7 @@ class BetweenUpdates:
 
     def _row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
         counters, tracker, world = self.counters, self.run.tracker, self.owner.world
-        counters.pause = ""
+        counters.interrupted_validation = ""
         tracker.merge(world)
         trained = world.same((tracker.means() or self._last_training_numbers()) if world.is_main else {})
         return {
@@ -259,7 +257,7 @@ class BetweenUpdates:
         run that is resumed from here, and validates at the same update, is then the run that never ended.
         """
         measured = self.counters.validated == self.counters.updates if self.val else not self._lacks_row
-        if self.planned_end() or measured:
+        if self.clock.planned_end() or measured:
             return
         numbers = self.validate(evaluate, final=True) if self.val else None
         self.record.final_validation = row = self._row(numbers)
@@ -268,7 +266,7 @@ class BetweenUpdates:
 
     def save(self, *, keep: bool, validated: bool) -> None:
         """Save, where a save is due: `every`, one of the best (`keep`), a request, or the end of the run."""
-        self.update_clock()
+        self.clock.update()
         if self.saves is None:
             return
         validated = validated or (self.epoch_ended and not self.val)
@@ -292,7 +290,7 @@ class BetweenUpdates:
         self.run.optimizer_steps.clear_used_rates()
         self._continue()
 
-    # The update at which they come next, and the ends of the run.
+    # The update at which they come next.
 
     def _continue(self) -> None:
         """Set the update after which the loop comes back: at once, where it was woken meanwhile."""
@@ -301,9 +299,10 @@ class BetweenUpdates:
         dues += [one.next_update() for one in self._inspectors]
         if run.rank_sync is not None:  # all ranks stop at the same updates
             dues = [run.rank_sync.at, *[due for due in dues if due > updates]]
-        run.due = min(dues, default=math.inf)
-        if run.woken and run.rank_sync is None:  # by a hook, or the thread that saves; read last: no call is lost
-            run.due = 0
+        run.next_boundary = min(dues, default=math.inf)
+        # By a hook, or the thread that saves; read last: no call is lost.
+        if run.boundary_requested and run.rank_sync is None:
+            run.next_boundary = 0
         for one in reversed(self._inspectors):  # clocks come first and go last
             one.resume()
 
@@ -313,27 +312,6 @@ class BetweenUpdates:
             raise SettingError("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")')
         self._requests_save, self._save_is_requested = True, self._save_is_requested or self.run.rank_sync is None
         self.run.wake()
-
-    def update_clock(self) -> None:
-        """Bring the seconds of this stage, over all of its sessions, up to now."""
-        self.counters.seconds = time.perf_counter() - self._began if self._clock is None else self._clock
-
-    def end_reached(self) -> str:
-        """Return which end of the `fit` is reached, or an empty string."""
-        counters, ends = self.counters, self.ends
-        if ends.max_seconds is not None and counters.seconds >= ends.max_seconds:
-            return self.planned_end() or f"max_seconds={ends.max_seconds:g} reached"
-        return self.planned_end()
-
-    def planned_end(self) -> str:
-        """Return which end of the `fit` is reached that is known beforehand, or an empty string."""
-        counters, ends = self.counters, self.ends
-        if ends.max_updates is not None and counters.updates >= ends.max_updates:
-            return f"max_updates={ends.max_updates} reached"
-        if ends.epochs is not None and counters.epoch >= ends.epochs:
-            past = f": {counters.epoch} are done already" if counters.epoch > ends.epochs else ""
-            return f"epochs={ends.epochs} reached{past}"
-        return ""
 
     @property
     def _lacks_row(self) -> bool:
@@ -345,15 +323,15 @@ class BetweenUpdates:
 class ValidationReporter:
     """Calls `on_validate` and `on_epoch` of the observers."""
 
-    def __init__(self, between: BetweenUpdates) -> None:
-        self._between, self._run = between, between.run
-        observers = active_observers(between.owner)
+    def __init__(self, boundary: Boundary) -> None:
+        self._boundary, self._run = boundary, boundary.run
+        observers = active_observers(boundary.owner)
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
-        self._last_time, self._last_rows = time.perf_counter(), between.counters.rows
+        self._last_time, self._last_rows = time.perf_counter(), boundary.counters.rows
 
     def report(self, row: Mapping[str, float], *, best: bool, validated: bool, final: bool = False) -> None:
         """Report a row of the history, with the speed since the last report."""
-        between, counters, watch = self._between, self._between.counters, self._between.watch
+        boundary, counters, watch = self._boundary, self._boundary.counters, self._boundary.watch
         now = time.perf_counter()
         seconds, rows = now - self._last_time, counters.rows - self._last_rows
         record = Validation(
@@ -367,13 +345,13 @@ class ValidationReporter:
             rows=rows,
             waiting=min(1.0, self._run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
-            notes=between.record.take_news(),
+            notes=boundary.record.take_news(),
             final=final,
         )
         self._last_time, self._last_rows, self._run.waited = now, counters.rows, 0.0
         if validated:
             for notify in self._on_validate:
                 notify(record)
-        if (between.epoch_ended and not final) or not validated:
+        if (boundary.epoch_ended and not final) or not validated:
             for notify in self._on_epoch:
                 notify(record)
