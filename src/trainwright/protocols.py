@@ -84,6 +84,9 @@ class Observer:
         if unknown := set(cls.wants) - {"grad_norm"}:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
 
+    def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
+        """Drop what was written after `update` and so many skipped updates: the run resumes there. No-op here."""
+
     def on_fit_start(self, plan: Plan) -> None:
         """Before the first update."""
 

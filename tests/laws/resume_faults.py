@@ -13,7 +13,7 @@ from trainwright import Trainer
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core import rng
 from trainwright.core.progress import Counters
-from trainwright.core.rng import RandomPart, set_random_state
+from trainwright.core.rng import RngCheckpoint, set_random_state
 from trainwright.data.dataloader import worker
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.row_batches import Batches
@@ -59,25 +59,31 @@ def torchs_random_state_is_forgotten(patch):
 
 
 def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
-    around(patch, RandomPart, "load_state_dict", after=lambda self, tree: setattr(self, "epoch_start", tree["now"]))
+    around(
+        patch,
+        RngCheckpoint,
+        "load_state_dict",
+        after=lambda self, tree: setattr(self, "epoch_start_state", tree["now"]),
+    )
 
 
 def the_state_after_the_skipping_is_kept(patch):
     def opened(self, opens=Rollback.open_epoch):
         iterator = opens(self)
         if self._owner._counters.batch:  # resumed inside the epoch: as if only the order had been drawn
-            set_random_state(self._random.epoch_start)
+            set_random_state(self._random.epoch_start_state)
         return iterator
 
     patch.setattr(Rollback, "open_epoch", opened)
 
 
 def a_pause_after_the_resume_draws_from_anywhere(patch):
-    without(patch, RandomPart, "seek_boundary")
+    without(patch, RngCheckpoint, "resume_draws_temporarily")
 
 
 def what_the_fetch_has_drawn_is_saved(patch):
-    around(patch, Rollback, "restore", after=lambda self: setattr(self._random, "ended_in_window", False))
+    restore = Rollback.restore
+    patch.setattr(Rollback, "restore", lambda self: {name: t for name, t in restore(self).items() if name != "random"})
 
 
 # Where the data stand.

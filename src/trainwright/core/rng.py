@@ -200,38 +200,43 @@ _numpy = _NumPy()
 
 
 @dataclass(slots=True)
-class RandomPart:
-    """Part `random` of a checkpoint: the states at the start of the current epoch, and at the boundary of the save."""
+class RngCheckpoint:
+    """Part `random` of a checkpoint: the random states at the start of the current epoch, and at the saved boundary.
 
-    epoch_start: dict[str, Any] = field(default_factory=dict)
+    A resume repeats the draws of the epoch's order from the first, then continues with the second:
+
+        loaded -> (resume_draws_temporarily, for work of the boundary) -> epoch opened -> the process draws on
+        loaded -> resume_draws, where nothing of the epoch is left                     -> the process draws on
+    """
+
+    epoch_start_state: dict[str, Any] = field(default_factory=dict)
     """Empty until the iterator of the current epoch is about to be made: a run may stop before."""
-    loaded: dict[str, Any] | None = None
-    """The loaded state of the boundary, until it is restored."""
-    is_at_boundary: bool = False
-    """Whether the process draws from there already, though the iterator of the epoch is still to be made."""
-    before_window: dict[str, Any] | None = None
-    """The state before the current window was fetched, where a run can end inside one."""
-    ended_in_window: bool = False
-    """Whether that is the state of the boundary: the run has ended inside a window."""
+    resume_state: dict[str, Any] | None = None
+    """The loaded state of the boundary, until the epoch is opened or `resume_draws` is called."""
+    draws_temporarily: bool = False
+    """Whether the process has drawn on from there already, though the epoch is still to be opened."""
+
+    def boundary_state(self) -> dict[str, Any] | None:
+        """Return the state to continue with when the epoch is opened; None where it is not resumed."""
+        return random_state() if self.draws_temporarily else self.resume_state
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states."""
-        chosen = self.before_window if self.ended_in_window else None if self.is_at_boundary else self.loaded
-        return {"epoch_start": self.epoch_start, "now": random_state() if chosen is None else chosen}
+        return {"epoch_start": self.epoch_start_state, "now": self.boundary_state() or random_state()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over both states; the iterator of the epoch is made between restoring the one and the other."""
+        """Take over both states; the process draws as before until one of the methods below is called."""
         check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
-        self.epoch_start, self.loaded = tree["epoch_start"], tree["now"]
+        self.epoch_start_state, self.resume_state = tree["epoch_start"], tree["now"]
 
-    def seek_boundary(self) -> None:
-        """Continue the draws after the boundary, for work that is due before the epoch continues."""
-        if self.loaded is not None:
-            set_random_state(self.loaded)
-            self.is_at_boundary = True
+    def resume_draws_temporarily(self) -> None:
+        """Draw on from the boundary, for work that is due before the epoch is opened."""
+        if self.resume_state is not None:
+            set_random_state(self.resume_state)
+            self.draws_temporarily = True
 
-    def restore(self) -> None:
-        """Continue the draws after the boundary for good: between two epochs, or where nothing is left of one."""
-        if self.loaded is not None:
-            set_random_state(self.loaded)
-            self.epoch_start, self.loaded = {}, None
+    def resume_draws(self) -> None:
+        """Draw on from the boundary for good: between two epochs, or where nothing is left of one."""
+        if self.resume_state is not None:
+            set_random_state(self.resume_state)
+            self.epoch_start_state, self.resume_state = {}, None

@@ -30,7 +30,7 @@ from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.result import FitEnd
-from trainwright.fit.resume import ResumePlan, plan_resume
+from trainwright.fit.resume import StartPlan, plan_resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.saving import parts_of
@@ -122,22 +122,22 @@ class FitContext:
             manager, loaded = self._open_directory(owner.checkpoint, undo)
         elif self._resume.where is not None:
             raise without_slot(self._resume.where)
-        resuming = plan_resume(owner, loaded, self._resume) if resumes else ResumePlan()
+        start = plan_resume(owner, loaded, self._resume) if resumes else StartPlan()
         if manager is not None and loaded is not None:
             manager.adopt(loaded)
         boundary = self._boundary = Boundary(run, val, ends, manager=manager)
         owner._bind_run(run, boundary)
         undo.callback(_release_run, owner, run)
         run.weights.start()
-        for epoch in range(resuming.begun_epochs):
+        for epoch in range(start.begun_epochs):
             owner._counters.epoch = epoch
             run.begin_epoch(epoch)
-        if not resuming.passes_over:
+        if not start.passes_over:
             _rehearse(owner, run, val)
-        lines = [*resuming.lines, *resuming.execute(owner, boundary)]
-        if resuming.place:
+        lines = [*start.lines, *start.execute(owner, boundary)]
+        if start.place:
             align_state(owner.optimizers.values())
-        finished = resuming.place if owner._counters.stopped else ""
+        finished = start.place if owner._counters.stopped else ""
         if manager is not None:
             lines += _check_saves(owner, run, boundary)
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)

@@ -1,4 +1,6 @@
-"""Where a `fit` starts: a `ResumePlan` is computed from the checkpoint that was read, then executed.
+"""Where a `fit` starts: a `StartPlan` is computed from the checkpoint that was read, then executed.
+
+It starts fresh, resumes from a checkpoint, or had already finished in an earlier session.
 
 Nothing is loaded before the plan is complete: `begin_epoch` of the epochs that had begun runs in between, since it may
 add layers and parameter groups.
@@ -38,8 +40,8 @@ from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_r
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumePlan:
-    """Where a `fit` starts. This class: at its beginning, without a checkpoint of it."""
+class StartPlan:
+    """Where a `fit` starts. This class: at its beginning, with the weights in memory; no checkpoint is loaded."""
 
     lines: tuple[str, ...] = ()
     """The lines of the header on it."""
@@ -56,8 +58,8 @@ class ResumePlan:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Continued(ResumePlan):
-    """A `fit` that continues at a checkpoint of its own."""
+class ResumeFrom(StartPlan):
+    """A `fit` that resumes from a checkpoint of its own."""
 
     checkpoint: Loaded
     fresh: tuple[str, ...] = ()
@@ -77,19 +79,17 @@ class Continued(ResumePlan):
                 warn_user(report)  # it matters without a console too
         if counters.stopped:
             run.source.seek_loaded()  # no epoch will begin and take the state over; a next `fit` reads the same data
-        if counters.stopped or not counters.begun or not run.random.epoch_start or not self.with_data:
+        if counters.stopped or not counters.begun or not run.random.epoch_start_state or not self.with_data:
             # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins anew
-            run.random.restore()
+            run.random.resume_draws()
         at = counters.earlier_updates + counters.updates
         for observer in active_observers(owner):
-            resume_at = getattr(observer, "resume_at", None)
-            if resume_at is not None:
-                resume_at(at, counters.skipped, goes_on=not counters.stopped)
+            observer.resume_at(at, counters.skipped, goes_on=not counters.stopped)
         return [*lines, *reports]
 
 
 @dataclass(frozen=True, kw_only=True)
-class PassedOver(ResumePlan):
+class AlreadyFinished(StartPlan):
     """A `fit` that had ended before a later one of the same run saved the checkpoint.
 
     A script that calls `fit` twice and is started again passes over the first call.
@@ -118,16 +118,16 @@ class PassedOver(ResumePlan):
 # The plan is computed.
 
 
-def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePlan:
+def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> StartPlan:
     """Work out where the `fit` starts; SettingError, CheckpointError where the checkpoint is not of such a `fit`."""
     if loaded is None:
-        return _start_anew_plan(owner)
+        return _start_fresh(owner)
     progress = _progress_of(loaded)
     stage, saved_stage = owner._counters.stage, progress["counters"]["stage"]
     if saved_stage == stage:
-        return _continue_at(owner, loaded, asked, progress=progress)
+        return _resume_from(owner, loaded, asked, progress=progress)
     if saved_stage > stage:
-        return _pass_over(loaded, progress, stage=stage)
+        return _already_finished(loaded, progress, stage=stage)
     if asked.where != "auto":
         raise SettingError(
             f"resume={str(asked.where)!r} was saved in fit number {saved_stage + 1} of its run, "
@@ -136,22 +136,22 @@ def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> ResumePla
             fix='resume="auto", which starts this fit where there is none of it',
         )
     loaded.tree.clear()  # this fit starts from the weights in memory
-    return ResumePlan()
+    return StartPlan()
 
 
-def _start_anew_plan(owner: Owner) -> ResumePlan:
+def _start_fresh(owner: Owner) -> StartPlan:
     """Return the plan of a `fit` for which there is no checkpoint."""
     if owner.checkpoint is None or not owner._record.follows_failure:
-        return ResumePlan()
+        return StartPlan()
     empty = f"no checkpoint in {owner.checkpoint.directory}"
     line = f"{empty}: it begins with the weights and the optimizer as the fit that failed has left them"
-    return ResumePlan(lines=(line,))
+    return StartPlan(lines=(line,))
 
 
-def _pass_over(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> PassedOver:
+def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> AlreadyFinished:
     """Return the plan of a `fit` that has ended before a later one saved the checkpoint."""
     ended = progress["stages"][stage]
-    return PassedOver(
+    return AlreadyFinished(
         lines=(f"passed over: {loaded.path} is of a later fit of this run",),
         place=f"a stage in {loaded.path.parent}",
         begun_epochs=ended["counters"]["epoch"] + ended["counters"]["begun"],
@@ -161,8 +161,8 @@ def _pass_over(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> Pa
     )
 
 
-def _continue_at(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> Continued:
-    """Return the plan of a `fit` that continues at a checkpoint of its own."""
+def _resume_from(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumeFrom:
+    """Return the plan of a `fit` that resumes from a checkpoint of its own."""
     fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(owner)
     if "optimizer" not in fresh and saved["optimizer"] != now["optimizer"]:
         raise _other_optimizer(loaded.path, saved=saved["optimizer"], now=now["optimizer"], fresh=fresh)
@@ -175,7 +175,7 @@ def _continue_at(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mappi
         lines.append(difference)
     begun = progress["counters"]["epoch"] + progress["counters"]["begun"]
     place = str(loaded.path.parent)
-    return Continued(
+    return ResumeFrom(
         lines=tuple(lines), place=place, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=asked.data
     )
 
@@ -266,7 +266,7 @@ def _load_model(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _restore(plan: Continued, owner: Owner, boundary: Boundary) -> tuple[list[str], list[str]]:
+def _restore(plan: ResumeFrom, owner: Owner, boundary: Boundary) -> tuple[list[str], list[str]]:
     """Give every part its state; return the reports of the parts, and lines for the header alone."""
     loaded = plan.checkpoint
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
@@ -326,7 +326,7 @@ _RATES = ("lr", "initial_lr", "momentum", "betas")
 """What a schedule sets in a parameter group."""
 
 
-def _leave_out(plan: Continued, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+def _leave_out(plan: ResumeFrom, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
     """Take the parts that start anew out of both: they stay as they were built."""
     if not plan.with_data:
         for name in ("data", "totals"):

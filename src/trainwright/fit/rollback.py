@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from trainwright.core.rng import RandomPart, random_state, set_random_state
+from trainwright.core.rng import RngCheckpoint, random_state, set_random_state
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.protocols import Stateful, Tree
@@ -57,7 +57,7 @@ class LoopPhase:
 class Rollback(LoopPhase):
     """The phase of a run, and the state before the window in progress, from which an interrupted run is saved."""
 
-    def __init__(self, owner: Owner, source: Source, random: RandomPart) -> None:
+    def __init__(self, owner: Owner, source: Source, random: RngCheckpoint) -> None:
         super().__init__(owner, source)
         self._random = random
         saves_errors = owner.on_error == "save" and owner.world.size == 1  # several ranks save nothing for an error
@@ -70,6 +70,8 @@ class Rollback(LoopPhase):
         """The user's own parts: their states are not loaded back, but saved as they were."""
         self._captures_random = saves_errors or source.draws_global_rng
         self._before_opening: dict[str, Tree] = {}
+        self._before_window: dict[str, Any] | None = None
+        """The random state before the current window was fetched, where fetching or updating may draw."""
 
     def bind(self, user_parts: Mapping[str, Stateful]) -> None:
         """Add the user's own parts, which a window may change too."""
@@ -84,27 +86,28 @@ class Rollback(LoopPhase):
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
         counters, random = self._owner._counters, self._random
-        loaded = random_state() if random.is_at_boundary else random.loaded
-        random.before_window = random_state() if loaded is None else loaded
-        start = {} if loaded is None else random.epoch_start
-        self._before_opening = {"data": copy_tree(self._source.state_dict()), "epoch_start": start}
+        resumed = random.boundary_state()
+        now = resumed or random_state()
+        start = random.epoch_start_state if resumed else {}
+        data = copy_tree(self._source.state_dict())
+        self._before_opening = {"data": data, "random": {"epoch_start": start, "now": now}}
         # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
         self.phase = OPENING
-        random.loaded, random.is_at_boundary = None, False
-        if loaded is None:
+        random.resume_state, random.draws_temporarily = None, False
+        if resumed is None:
             iterator = open_epoch(self._owner.world, self._source, counters.epoch)
-            random.epoch_start = random.before_window
+            random.epoch_start_state = now
         else:
-            set_random_state(random.epoch_start)
+            set_random_state(random.epoch_start_state)
             iterator = open_epoch(self._owner.world, self._source, counters.epoch, skip=counters.batch)
-            set_random_state(loaded)
+            set_random_state(resumed)
         self.phase, self._before_opening = BETWEEN, {}
         return iterator
 
     def before_fetch(self) -> None:
         """Capture the state that is rolled back to: the next window is about to be fetched."""
         self._source.at_boundary()
-        self._random.before_window = random_state() if self._captures_random else None
+        self._before_window = random_state() if self._captures_random else None
         if self._snapshot is not None:
             self._snapshot.capture()
             self._user_parts.capture()
@@ -112,12 +115,14 @@ class Rollback(LoopPhase):
 
     def restore(self) -> dict[str, Tree]:
         """Roll back to the start of the window in progress; return the states that other parts are saved with."""
-        self._random.ended_in_window = self.phase in (OPENING, FETCHING, UPDATING)
         if self.phase == OPENING:
-            self._random.epoch_start = self._before_opening["epoch_start"]
-            return {"data": self._before_opening["data"]}
-        if self.phase != UPDATING:
+            return self._before_opening
+        if self.phase not in (FETCHING, UPDATING):
             return {}
+        drawn = self._before_window or random_state()
+        states: dict[str, Tree] = {"random": {"epoch_start": self._random.epoch_start_state, "now": drawn}}
+        if self.phase == FETCHING:
+            return states
         assert self._snapshot is not None
         self._snapshot.restore()
-        return self._user_parts.trees
+        return states | self._user_parts.trees

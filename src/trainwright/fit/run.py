@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from trainwright.core.errors import first_line
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters
-from trainwright.core.rng import RandomPart
+from trainwright.core.rng import RngCheckpoint
 from trainwright.core.signals import Signals
 from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
@@ -79,7 +79,7 @@ class Run:
         self.counters: Counters = owner._counters
         self.tracker: LossTracker = owner._tracker
         self.lengths = EpochLengths(plan, source, owner._counters)
-        self.random = RandomPart()
+        self.random = RngCheckpoint()
         self.rollback = LoopPhase(owner, source) if owner.checkpoint is None else Rollback(owner, source, self.random)
         signals.wake = self.wake
         if owner.world.size > 1:
@@ -162,7 +162,7 @@ class Run:
         if kind == "update" and not self.counters.interrupted_validation and self.at_end:
             return False  # the work at the epoch's end includes it
         self.epoch_over, self.at_boundary = kind == "epoch", kind != "epoch"
-        self.random.seek_boundary()
+        self.random.resume_draws_temporarily()
         return True
 
     def _open_epoch(self) -> Iterator[Window]:
@@ -233,7 +233,7 @@ class Run:
             return
         self._begun = epoch
         self.counters.begun = True
-        self.random.epoch_start = {}
+        self.random.epoch_start_state = {}
         if self.owner._hooks.begin_epoch is not None:
             self.owner._hooks.begin_epoch(epoch)
         self._plan_epoch()

@@ -67,7 +67,8 @@ class RunCheckpoints:
         self.run.tracker.merge(owner.world)
         replaced = dict(instead or {})
         if owner.world.size > 1:  # before the evaluation weights are in the model, which have other statistics
-            own = rank_state(owner, self.run.source, self.run.random.state_dict()["now"])
+            random = replaced.get("random") or self.run.random.state_dict()
+            own = rank_state(owner, self.run.source, random["now"])
             replaced[PROCESSES] = owner.world.gather(own)
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
