@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.device import move
 from trainwright.core.durations import Duration
+from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Counters, Progress
 from trainwright.core.records import Count, Result, StepOutput
@@ -25,14 +26,14 @@ from trainwright.core.suggestions import (
     suggests,
 )
 from trainwright.distributed.ddp import DDP
-from trainwright.fit import setup
+from trainwright.fit import arguments, opening
 from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
-from trainwright.fit.record import StageRecord
+from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
 from trainwright.optim.clip import as_clip
-from trainwright.optim.named import by_name, check_schedulers, make_optimizers
+from trainwright.optim.named import ONLY, by_name, check_schedulers, make_optimizers
 from trainwright.precision.base import Precision
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.protocols import Clip, Observer, Schedule, Stateful
@@ -104,31 +105,32 @@ class Trainer(Generic[M]):
         fast: Fast | None = None,
     ) -> None:
         refuse_unused_helpers(type(self), [*HOOKS, *METHODS], base=Trainer)
-        self.fast = setup.checked_fast(fast)
-        self.world, self.parallel, self.device = setup.processes(parallel, device, setup.checked_model(model))
+        self.fast = arguments.checked_fast(fast)
+        self.world, self.parallel, self.device = arguments.processes(parallel, device, arguments.checked_model(model))
         self.is_main = self.world.is_main
         self.model: M = model
-        self.loss = setup.checked_loss(loss)
-        self.frozen = setup.checked_frozen(frozen, model)
-        setup.place_all(self, loss, *self.frozen.values())
+        self.loss = arguments.checked_loss(loss)
+        self.frozen = arguments.checked_frozen(frozen, model)
+        arguments.place_all(self, loss, *self.frozen.values())
         self.precision = as_precision(precision, self.device)
         if self.precision is not None:
             self.precision.prepare_model(model)
         self.optimizers = make_optimizers(optimizer, model, fuses=self.fast.defaults)
-        self.metrics = setup.checked_metrics(metrics, self.world)
-        setup.check_shards(self)
+        self.metrics = arguments.checked_metrics(metrics, self.world)
+        arguments.check_shards(self)
         self.accumulate = accumulation(accumulate)
         self.clip: Any = by_name(clip, as_clip, slot="clip", optimizers=self.optimizers)
-        self.schedule: Any = by_name(schedule, setup.checked_schedule, slot="schedule", optimizers=self.optimizers)
+        self.schedule: Any = by_name(schedule, arguments.checked_schedule, slot="schedule", optimizers=self.optimizers)
         check_schedulers(self.schedule, self.optimizers)
-        self.early_stopping = setup.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
-        self.checkpoint = setup.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
-        self.average = setup.checked_slot("average", average, "EMA(0.999)")
+        self.early_stopping = arguments.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
+        self.checkpoint = arguments.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
+        self.average = arguments.checked_slot("average", average, "EMA(0.999)")
         self.on_nonfinite: Policy = as_policy(on_nonfinite)
-        self.on_error, self.on_oom = setup.checked_rescues(on_error, on_oom, checkpoint=checkpoint, world=self.world)
-        self.observers: Sequence[Observer] = (*console_observers(console), *setup.checked_observers(observers))
-        self._hooks = setup.bound_hooks(self, overridden(type(self), Trainer, HOOKS))
-        setup.check_closures(self)
+        self.on_error = arguments.checked_on_error(on_error, checkpoint)
+        self.on_oom = arguments.checked_on_oom(on_oom, self.world)
+        self.observers: Sequence[Observer] = (*console_observers(console), *arguments.checked_observers(observers))
+        self._hooks = arguments.bound_hooks(self, overridden(type(self), Trainer, HOOKS))
+        arguments.check_closures(self)
         checked = set() if self.is_main else set(self.metrics)
         self._record = StageRecord(checked_metrics=checked)
         self._tracker = LossTracker(
@@ -137,8 +139,8 @@ class Trainer(Generic[M]):
         self._counters, self.history = Counters(), list[dict[str, float]]()
         self.state: dict[str, Any] = {}
         self.result: Result | None = None
-        self._run: Run = setup.NOT_RUNNING
-        self._boundary: Boundary = setup.NOT_RUNNING
+        self._run: Run = NOT_RUNNING
+        self._boundary: Boundary = NOT_RUNNING
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -194,7 +196,8 @@ class Trainer(Generic[M]):
                         self._between_updates(boundary)
                 if run.epoch_over or run.at_boundary:
                     self._between_updates(boundary, epoch_ended=run.epoch_over)
-        return setup.result_of(self)
+        assert self.result is not None
+        return self.result
 
     def update(self, window: Window) -> Any:
         """Make one optimizer update of one window of micro-batches; return the loss, a dict of numbers, or None."""
@@ -330,14 +333,14 @@ class Trainer(Generic[M]):
         """
         from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
 
-        return passes.evaluate_sets(self, setup.open_sets(self, data, name, batch_size=batch_size))
+        return passes.evaluate_sets(self, opening.open_sets(self, data, name, batch_size=batch_size))
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
         from trainwright.evaluation.predictions import predict
 
-        return predict(self, setup.open_one(self, data, "predict", batch_size=batch_size))
+        return predict(self, opening.open_one(self, data, "predict", batch_size=batch_size))
 
     @suggests
     def report(
@@ -346,7 +349,7 @@ class Trainer(Generic[M]):
         """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
         from trainwright.evaluation.reports import report
 
-        return report(self, setup.open_one(self, data, "report", batch_size=batch_size), kind=kind, names=names)
+        return report(self, opening.open_one(self, data, "report", batch_size=batch_size), kind=kind, names=names)
 
     @suggests
     def plan(
@@ -365,7 +368,7 @@ class Trainer(Generic[M]):
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates)
         with rng_preserved():
-            source, held_out = setup.open_data(self, train, val, ends=ends, batch_size=batch_size, joins=False)
+            source, held_out = opening.open_data(self, train, val, ends=ends, batch_size=batch_size, joins=False)
         planned = make_plan(self, source, held_out, ends=ends)
         bind_rates(self.schedule, self.optimizers, planned)
         if self.average is not None:
@@ -410,7 +413,11 @@ class Trainer(Generic[M]):
     @property
     def optimizer(self) -> Any:
         """The optimizer, where there is only one without a name; None where there is none."""
-        return setup.only(self.optimizers)
+        if not self.optimizers or ONLY in self.optimizers:
+            return self.optimizers.get(ONLY)
+        names = ", ".join(map(repr, self.optimizers))
+        fix = f"self.optimizers[{next(iter(self.optimizers))!r}]"
+        raise SettingError(f"self.optimizer, and there are several: {names}", fix=fix)
 
     @property
     def progress(self) -> Progress:
@@ -431,7 +438,7 @@ class Trainer(Generic[M]):
     # For the package `fit`.
 
     def _bind_run(self, run: Run, boundary: Boundary) -> None:
-        """Refer to the run while it lasts; to `setup.NOT_RUNNING` when it is over."""
+        """Refer to the run while it lasts; to `NOT_RUNNING` when it is over."""
         self._run, self._boundary = run, boundary
 
 

@@ -83,12 +83,12 @@ def _in_place(apply: Any) -> Any:
 
 def _prefer(device: torch.device) -> None:
     """Have `device="auto"` be this device where it would be the CPU."""
-    from trainwright.fit import setup
+    from trainwright.fit import arguments
 
-    choose = setup.choose_device
+    choose = arguments.choose_device
 
     def chosen(wanted: str | torch.device, model: nn.Module) -> torch.device:
         found = choose(wanted, model)
         return device if wanted == "auto" and found.type == "cpu" else found
 
-    setup.choose_device = chosen
+    arguments.choose_device = chosen

@@ -16,7 +16,7 @@ from torch.nn import functional as F
 
 from trainwright import EMA, Checkpoint, Trainer, Updates, accuracy, batches, prefetch
 from trainwright.acceleration.transfer import SLOTS, Moving
-from trainwright.fit.setup import bound_hooks
+from trainwright.fit.arguments import bound_hooks
 
 from .models import assert_twins, build, ready
 from .plain_loops import EPOCHS, by_hand, by_trainer

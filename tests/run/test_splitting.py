@@ -15,7 +15,7 @@ from laws.oom_cases import FULL, Noisy, Scarce, numbers, scarce
 from trainwright import EMA, Console, MeanLoss, SettingError, Trainer, freeze
 from trainwright.core.memory import is_out_of_memory
 from trainwright.distributed.world import World
-from trainwright.fit.setup import checked_on_oom
+from trainwright.fit.arguments import checked_on_oom
 
 X, Y = numbers()
 

@@ -12,7 +12,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
 from trainwright import Checkpoint, CheckpointError, Cosine, Observer, SettingError, Trainer, Updates, find_lr
-from trainwright.fit.setup import _needs_a_closure
+from trainwright.fit.arguments import _needs_a_closure
 from trainwright.optim.fused import maskable_step_of
 from trainwright.tools.smoke import smoke_run
 

@@ -4,7 +4,8 @@ Reading order: `plan` (the arithmetic of the run and its contradictions), `conte
 and `record` (one record per `fit`), `run` (windows in, applied updates out), `boundary` (validate, compare, report,
 save), `clock` (the ends), `saving` (everything with state), `result` (best weights, the Result). A resume: `resume`
 (its plan, then its execution). An end by an error or a signal: `rescue`, `rollback`. Several ranks: `rank_sync`.
-`setup` checks the arguments of a Trainer, `describe` prints them, `inspection` measures for observers.
+`arguments` checks those of a Trainer, `opening` opens data, `describe` gives settings as text, `inspection` measures a
+run for observers.
 
 Every contradiction of settings is raised before the first update; a `fit` that is refused leaves the trainer as its
 last `fit` did; however a run ends, all that entering has switched is undone, and observers get their `on_fit_end`.

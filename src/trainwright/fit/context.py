@@ -26,15 +26,16 @@ from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.boundary import Boundary
+from trainwright.fit.opening import open_data
 from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
+from trainwright.fit.record import NOT_RUNNING
 from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.result import FitEnd
 from trainwright.fit.resume import StartPlan, plan_resume
 from trainwright.fit.rollback import ENDED
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.saving import parts_of
-from trainwright.fit.setup import NOT_RUNNING, open_data
 from trainwright.fit.stages import start_stage
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake

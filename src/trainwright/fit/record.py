@@ -1,4 +1,4 @@
-"""The record of a stage, which is one `fit`: how its updates are made, how far it is, and its outcome."""
+"""What a Trainer holds of its fits: a record of the last one, and the placeholder of the run outside of `fit`."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from trainwright.core.errors import CheckpointError, message
+from trainwright.core.errors import CheckpointError, TrainwrightError, message
 from trainwright.core.records import Best
 
 
@@ -89,3 +89,15 @@ class StageRecord:
             fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
             raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
         return StageRecord(**{each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)})
+
+
+class NotRunning:
+    """Takes the place of the run outside of `fit`: every attribute raises TrainwrightError."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):  # copying and pickling ask for these
+            raise AttributeError(name)
+        raise TrainwrightError(message("this works only while fit() is running", want="a call from a hook or a step"))
+
+
+NOT_RUNNING: Any = NotRunning()

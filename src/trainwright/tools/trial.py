@@ -20,8 +20,8 @@ from trainwright.data.row_batches import Batches
 from trainwright.data.sources import open_source
 from trainwright.distributed.ddp import DDP
 from trainwright.distributed.world import World
-from trainwright.fit import setup
-from trainwright.fit.record import StageRecord
+from trainwright.fit.arguments import bound_hooks, checked_fast, checked_metrics, checked_observers, checked_schedule
+from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name
@@ -76,11 +76,11 @@ def variant(trainer: T, **settings: Any) -> T:
         if name not in _SETTINGS:
             raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")
         setattr(twin, name, _SETTINGS[name](twin, value))
-    twin._hooks = setup.bound_hooks(twin, overridden(type(twin), Trainer, HOOKS))
+    twin._hooks = bound_hooks(twin, overridden(type(twin), Trainer, HOOKS))
     twin._record, twin._counters, twin.history = StageRecord(warns=False), Counters(), []
     twin._tracker = LossTracker(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin._hooks)
     twin.result = None
-    twin._bind_run(setup.NOT_RUNNING, setup.NOT_RUNNING)
+    twin._bind_run(NOT_RUNNING, NOT_RUNNING)
     return twin
 
 
@@ -92,11 +92,11 @@ _SETTINGS: dict[str, Any] = {
     "precision": lambda twin, value: as_precision(value, twin.device),
     "accumulate": lambda _, value: accumulation(value),
     "clip": lambda twin, value: by_name(value, as_clip, slot="clip", optimizers=twin.optimizers),
-    "schedule": lambda twin, value: by_name(value, setup.checked_schedule, slot="schedule", optimizers=twin.optimizers),
+    "schedule": lambda twin, value: by_name(value, checked_schedule, slot="schedule", optimizers=twin.optimizers),
     "on_nonfinite": lambda _, value: as_policy(value),
-    "fast": lambda _, value: setup.checked_fast(value),
-    "metrics": lambda twin, value: setup.checked_metrics(value, twin.world),
-    "observers": lambda _, value: setup.checked_observers(value),
+    "fast": lambda _, value: checked_fast(value),
+    "metrics": lambda twin, value: checked_metrics(value, twin.world),
+    "observers": lambda _, value: checked_observers(value),
     "average": lambda _, value: value,
     "checkpoint": lambda _, value: value,
     "early_stopping": lambda _, value: value,

@@ -1,0 +1,176 @@
+"""Open the data of a `fit` or of an evaluation, for this rank; a trainer that cannot train is refused first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from typing import Any
+
+import numpy as np
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from trainwright.core.errors import SettingError
+from trainwright.core.progress import Counters
+from trainwright.data.row_batches import Batches
+from trainwright.data.source import Source
+from trainwright.data.sources import is_function, is_together, open_source, takes_batch_size
+from trainwright.fit.plan import Ends
+from trainwright.fit.record import StageRecord
+from trainwright.optim.named import check_schedulers
+from trainwright.update.hooks import Hooks
+from trainwright.update.loss_tracker import LossTracker
+from trainwright.update.owner import Owner
+
+
+def open_data(
+    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None, joins: bool = True
+) -> tuple[Source, dict[str, Source]]:
+    """Open training data, and validation data by the prefix of their numbers: "val", or "val_<key>" of a dict.
+
+    A trainer that cannot train is refused first. `joins`: whether all ranks make this call together.
+    """
+    from trainwright.data.dataloader.loader import LoaderBatches
+    from trainwright.data.streams import Continuing
+    from trainwright.update.per_rank_state import assign_shard
+
+    _check_trainable(owner)
+    if isinstance(val, int | float | Tensor | np.ndarray):
+        _check_val(train, val)
+    ends.check_given()
+    sets = {} if val is None else _named_sets(val)
+    # A function of the epoch may draw random numbers. Ranks join here first: a rank that is alone is found at once.
+    with _joined_ranks(owner) if joins and owner.world.size > 1 else nullcontext():
+        source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
+        held_out = {
+            # A batch size holds for validation data too, where they are rows and not batches already.
+            name: open_source(data, batch_size=batch_size if batch_size and takes_batch_size(data) else None, role=name)
+            for name, data in sets.items()
+        }
+    if ends.epoch_updates is not None and source.length is None:
+        source = Continuing(source)
+    if owner.world.size > 1:
+        assign_shard(owner, source, *held_out.values())
+    for name, opened in held_out.items():
+        if isinstance(opened, LoaderBatches):
+            opened.keep_workers(keeps=not _reads(train, sets[name]))
+    return source, held_out
+
+
+def _reads(train: Any, data: Any) -> bool:
+    """Return whether `data` are the training data, or one of several loaders that are read side by side."""
+    return data is train or (is_together(train) and any(data is one for one in train.loaders.values()))
+
+
+@contextmanager
+def _joined_ranks(owner: Owner) -> Iterator[None]:
+    """A context in which several ranks are monitored and have the random state of rank 0."""
+    from trainwright.update.per_rank_state import position_text, rng_of_rank0
+
+    with owner.world.watched(partial(position_text, owner)), rng_of_rank0(owner.world):
+        yield
+
+
+_OWN = {
+    "_record": StageRecord,
+    "_counters": Counters,
+    "history": list,
+    "_hooks": Hooks,
+    "_tracker": LossTracker,
+    "state": dict,
+}
+"""The attributes of a Trainer that a run writes to, which a subclass must not replace."""
+
+
+def _check_trainable(owner: Owner) -> None:
+    """Refuse to train where a subclass has replaced an attribute, without an optimizer, or with lazy modules."""
+    for name, kind in _OWN.items():
+        if not isinstance(getattr(owner, name), kind):
+            have = f"a {type(getattr(owner, name)).__name__}"
+            what = f"self.{name} was replaced: the Trainer has a {kind.__name__} under this name"
+            fix = f"self.my_{name.removeprefix('_')} = ..., or an entry of self.state"
+            raise SettingError(what, have=have, fix=fix)
+    if not owner.optimizers:
+        raise SettingError(
+            "fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)"
+        )
+    if owner.schedule is not None:
+        check_schedulers(owner.schedule, owner.optimizers)  # again: a torch scheduler may have been built since
+    # A checkpoint, an average and the header need the shapes of all parameters.
+    lazy = next((name for name, one in owner.model.named_parameters() if nn.parameter.is_lazy(one)), None)
+    if lazy is not None:
+        raise SettingError(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit")
+
+
+def _check_val(train: Any, val: Any) -> None:
+    """Refuse `fit(x, y)`, `fit(data, 5)` and `fit(data, 0.2)`: a target, epochs or a share as validation data."""
+    if isinstance(val, int) and not isinstance(val, bool):
+        what = f"fit(train, {val}): the second is taken as validation data"
+        fix = f"fit(train, epochs={val}), or batch_size={val}"
+        raise SettingError(what, want="data that were held out, or none", fix=fix)
+    if isinstance(val, float):
+        share = val if 0 < val < 1 else 0.2
+        data = "TensorDataset(*data)" if isinstance(train, tuple) else "data"
+        fix = f"train, val = torch.utils.data.random_split({data}, [{1 - share:g}, {share:g}])"
+        raise SettingError(f"fit(train, val={val})", want="data that were held out, not a share", fix=fix)
+    kinds = (Tensor, np.ndarray)
+    if not isinstance(train, kinds) or not isinstance(val, kinds) or not train.ndim or not val.ndim:
+        return
+    if len(train) == len(val) and (train.shape[1:] != val.shape[1:] or train.dtype != val.dtype):
+        raise SettingError(
+            f"fit(x, y): the second is taken as validation data, and has as many rows as the first, {len(train)}",
+            have=f"{tuple(train.shape)} {train.dtype} and {tuple(val.shape)} {val.dtype}",
+            want="inputs and targets in one tuple",
+            fix="fit((x, y), ...)",
+        )
+
+
+def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
+    """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
+    sets = _named_sets(data, name)
+    return {prefix: open_one(owner, one, prefix, batch_size=batch_size) for prefix, one in sets.items()}
+
+
+def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
+    """Open data for one pass, of which each of several ranks runs its shard."""
+    role = "evaluated" if role == "train" else role  # the user may have chosen that name
+    # A function may draw random numbers.
+    with _joined_ranks(owner) if is_function(data) and owner.world.size > 1 else nullcontext():
+        opened = open_source(data, batch_size=batch_size, role=role)
+    if owner.world.size > 1:
+        from trainwright.update.per_rank_state import assign_shard
+
+        assign_shard(owner, opened)
+    return opened
+
+
+def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
+    """Return data to evaluate by the prefix of their numbers."""
+    if isinstance(data, dict):
+        return _sets_of_dict(data, prefix)
+    if isinstance(data, list | tuple):
+        _refuse_loaders(data, prefix)
+    return {prefix: data}
+
+
+def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
+    """Return the sets of a dict by the prefix of their numbers. A dict of arrays or tensors is one set, by column."""
+    if all(isinstance(one, Tensor | np.ndarray) for one in data.values()):
+        return {prefix: data}
+    for name in data:
+        if not isinstance(name, str) or not name.isidentifier():
+            what = f"{prefix}={{{name!r}: ...}}"
+            raise SettingError(what, want="names that are identifiers", fix='"clean"')
+    return {f"{prefix}_{name}": one for name, one in data.items()}
+
+
+def _refuse_loaders(data: Sequence[Any], prefix: str) -> None:
+    """Refuse several loaders in a list or tuple, which is read as batches or rows."""
+    if data and all(isinstance(one, Batches | DataLoader) for one in data):
+        kind = type(data).__name__
+        raise SettingError(
+            f"{prefix}={kind} of {len(data)} loaders: a {kind} is taken as batches or rows",
+            want=f"a dict of several sets of data, whose numbers are then {prefix}_a_loss and so on",
+            fix=f'{prefix}={{"a": first, "b": second}}' if prefix == "val" else '{"a": first, "b": second}',
+        )
