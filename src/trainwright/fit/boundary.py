@@ -20,7 +20,7 @@ from trainwright.fit.result import copied_weights, copies_best
 from trainwright.fit.rollback import BETWEEN
 from trainwright.fit.run import Run
 from trainwright.fit.saving import RunCheckpoints
-from trainwright.observers.probes import Inspecting
+from trainwright.observers.probes import RunObserver
 from trainwright.protocols import listeners
 from trainwright.update.owner import active_observers
 
@@ -69,7 +69,7 @@ class Boundary:
             self._triggers += self.saves.triggers
         if active_observers(self.owner):
             self.reporter = ValidationReporter(self)
-        if any(isinstance(one, Inspecting) for one in self.owner.observers):
+        if any(isinstance(one, RunObserver) for one in self.owner.observers):
             from trainwright.fit.inspection import inspectors_of
 
             self._inspectors = inspectors_of(run)
@@ -87,7 +87,7 @@ class Boundary:
         run.rollback.phase, run.boundary_requested = BETWEEN, False
         run.strategy.flush()
         for one in self._inspectors:
-            one.pause()
+            one.before_boundary()
         if run.rank_sync is not None:
             self._sync_ranks(run.rank_sync)
         run.signals.check()
@@ -101,7 +101,7 @@ class Boundary:
             self.saves.arrive()
         counters.stopped = counters.stopped or self.clock.end_reached()
         for one in self._inspectors:
-            one.report(epoch_ended=epoch_ended)
+            one.at_boundary(epoch_ended=epoch_ended)
 
     def _count_epoch(self) -> None:
         """Count an epoch that is over, for all that counts epochs."""
@@ -303,8 +303,8 @@ class Boundary:
         # By a hook, or the thread that saves; read last: no call is lost.
         if run.boundary_requested and run.rank_sync is None:
             run.next_boundary = 0
-        for one in reversed(self._inspectors):  # clocks come first and go last
-            one.resume()
+        for one in reversed(self._inspectors):  # clocks start last
+            one.after_boundary()
 
     def request_save(self) -> None:
         """Have the loop save after the update in progress."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -49,9 +49,13 @@ from trainwright.update.snapshot import Buffers, Snapshot
 class FitContext:
     """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, boundary)`.
 
-    Entering raises every error of a setting, before the first update. FitEnd gives the model the weights that `fit`
-    promises and undoes all that entering has switched, however the fit ends. An observer whose `on_fit_start` has
-    returned always gets its `on_fit_end`. Signals are handled from the start of entering to the end of leaving.
+    `__enter__` installs the signal handlers and calls `_open`: `_bind` makes, checks and loads all that the run needs,
+    and raises every error of a setting, before the first update; `_call_on_fit_start` calls the observers.
+
+    `__exit__` calls `_finish`: `_finish_normally` waits for the last save and loads the weights that `fit` promises;
+    `_finish_after_error`, in its place or where it fails, saves what is complete; `_emit_result` calls `on_fit_end` and
+    raises the error of the fit. At last all that entering has switched is undone, and the signal handlers are removed.
+    An error between `on_fit_start` and the loop takes the same way; an earlier one is only undone.
     """
 
     def __init__(
@@ -61,7 +65,7 @@ class FitContext:
         grace = GRACE if owner.checkpoint is None else owner.checkpoint.grace
         self._signals = Signals(grace=grace, alone=owner.world.size == 1)
         self._result_before = owner.result
-        self._begun: list[Observer] = []
+        self._started: list[Observer] = []
         """The observers whose `on_fit_start` has returned."""
         self._refused: dict[Path, str] = {}
         """Checkpoints of which a part could not be loaded, and why: an older one is resumed instead."""
@@ -75,7 +79,7 @@ class FitContext:
                 self._open(undo)
                 self._undo = undo.pop_all()
         except Interrupted as interrupted:
-            raise self._interrupted(interrupted) from None
+            raise self._end_by_signal(interrupted) from None
         return self._run, self._boundary
 
     def _open(self, undo: ExitStack) -> None:
@@ -87,9 +91,9 @@ class FitContext:
         else:
             self._bind_to_newest(source, held_out, undo)
         try:
-            self._begin()
+            self._call_on_fit_start()
         except BaseException as error:
-            self._close(error)
+            self._finish(error)
         if self._owner._hooks.overrides_update:
             undo.enter_context(self._run.watching_steps())
 
@@ -111,13 +115,16 @@ class FitContext:
     def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
         """Plan, bind, check and load everything that the fit needs, in this order; `undo` takes it back."""
         owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
+        # 1. The ranks agree that they were given the same.
         if owner.world.size > 1 or owner.parallel.shards:
             undo.enter_context(among_ranks(owner))
         if owner.world.size > 1:
             check_same_config(owner, source, val, ends=ends, resumes=resumes)
+        # 2. The stage starts: counters, rates and weights are those from which it is planned.
         start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
         plan = make_plan(owner, source, val, ends=ends, notes=self._switch(source, val, undo))
         run = self._run = Run(owner, source, plan, signals=self._signals)
+        # 3. A checkpoint is read, and the start is planned from it.
         manager = loaded = None
         if owner.checkpoint is not None:
             manager, loaded = self._open_directory(owner.checkpoint, undo)
@@ -126,21 +133,25 @@ class FitContext:
         start = plan_resume(owner, loaded, self._resume) if resumes else StartPlan()
         if manager is not None and loaded is not None:
             manager.adopt(loaded)
+        # 4. The trainer refers to the run: hooks of the user run from here on.
         boundary = self._boundary = Boundary(run, val, ends, manager=manager)
         owner._bind_run(run, boundary)
         undo.callback(_release_run, owner, run)
         run.weights.start()
+        # 5. The model gets the layers that it had, and one validation batch runs with them.
         for epoch in range(start.begun_epochs):
             owner._counters.epoch = epoch
             run.begin_epoch(epoch)
         if not start.passes_over:
             _rehearse(owner, run, val)
+        # 6. The state is loaded, and it is known to be savable.
         lines = [*start.lines, *start.execute(owner, boundary)]
         if start.place:
             align_state(owner.optimizers.values())
-        finished = start.place if owner._counters.stopped else ""
         if manager is not None:
             lines += _check_saves(owner, run, boundary)
+        # 7. Clocks and triggers start at the loaded counters.
+        finished = start.place if owner._counters.stopped else ""
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         boundary.start()
 
@@ -178,24 +189,19 @@ class FitContext:
         )
         return manager, loaded
 
-    def _begin(self) -> None:
+    def _call_on_fit_start(self) -> None:
         """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
-        observers = active_observers(self._owner)
-        if observers:
-            self._start(observers)
-        record = self._owner._record
-        record.weights, record.has_begun, record.failed = self._run.weights, True, True
-
-    def _start(self, observers: Sequence[Observer]) -> None:
         error: BaseException | None = None
-        for observer in observers:
+        for observer in active_observers(self._owner):
             try:
                 observer.on_fit_start(self._plan)
-                self._begun.append(observer)
+                self._started.append(observer)
             except Exception as failed:
                 error = _with_failure(error, failed, f"{type(observer).__name__}.on_fit_start")
         if error is not None:
             raise error
+        record = self._owner._record
+        record.weights, record.has_begun, record.failed = self._run.weights, True, True
 
     # Leave.
 
@@ -204,30 +210,28 @@ class FitContext:
     ) -> None:
         try:
             with self._undo:
-                self._close(error)
+                self._finish(error)
         except Interrupted as interrupted:
-            raise self._interrupted(interrupted) from None
+            raise self._end_by_signal(interrupted) from None
         except BaseException as ending:
             if ending is not error:
                 raise
             ending.__traceback__ = trace  # it propagates as it came, without the frames of this method
 
-    def _close(self, raised: BaseException | None) -> None:
+    def _finish(self, raised: BaseException | None) -> None:
         """Save, restore, report; raise the error in which the fit ends, if any."""
-        if raised is None:
+        ending: BaseException | None = None
+        failed = raised
+        if failed is None:
             try:
-                raised = self._complete()
-                broken_off = False
-            except BaseException as failed:
-                raised, broken_off = failed, True
-        else:
-            broken_off = True
-        if broken_off:
-            assert raised is not None
-            raised = self._break_off(raised)
-        self._end(raised)
+                ending = self._finish_normally()
+            except BaseException as error:
+                failed = error
+        if failed is not None:
+            ending = self._finish_after_error(failed)
+        self._emit_result(ending)
 
-    def _complete(self) -> CheckpointError | None:
+    def _finish_normally(self) -> CheckpointError | None:
         """Wait for the last save and restore the weights that `fit` promises; return the error of that save."""
         owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
         run.rollback.phase = ENDED
@@ -241,7 +245,7 @@ class FitContext:
         run.signals.check()
         return record.save_error
 
-    def _break_off(self, raised: BaseException) -> BaseException:
+    def _finish_after_error(self, raised: BaseException) -> BaseException:
         """Save the complete state that an error or a signal leaves, and return the exception that `fit` raises."""
         owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
         run.first_batch.close()
@@ -278,7 +282,7 @@ class FitContext:
             return first
         return error
 
-    def _end(self, error: BaseException | None) -> None:
+    def _emit_result(self, error: BaseException | None) -> None:
         """Make the Result, call `on_fit_end` of the observers, and raise the error in which the fit ends.
 
         An observer that fails is a note on that error; where there is none, the first failure is raised, after all
@@ -288,7 +292,7 @@ class FitContext:
         if record.has_begun:
             owner.result = result
             record.stages = [*record.stages[: owner._counters.stage], _summary(owner, result)]
-        for observer in self._begun:
+        for observer in self._started:
             try:
                 observer.on_fit_end(result)
             except BaseException as failed:
@@ -298,7 +302,7 @@ class FitContext:
         if error is not None:
             raise error
 
-    def _interrupted(self, interrupted: Interrupted) -> BaseException:
+    def _end_by_signal(self, interrupted: Interrupted) -> BaseException:
         """Return what `fit` raises for a signal that came while it was made ready, or after its end."""
         owner = self._owner
         ending, reason = ends_in(interrupted, grace=self._signals.grace)

@@ -37,32 +37,34 @@ if TYPE_CHECKING:
 
 
 class Inspector:
-    """Measures a run between updates for an observer; it is called after the updates that `next_update` returns."""
+    """Measures one run at its boundaries for one `RunObserver`, which holds the settings.
 
-    def pause(self) -> None:
-        """Called first, before the counters are updated. No-op here."""
+    The loop comes to a boundary after the updates that `next_update` returns, among others. Every method is a no-op by
+    default.
+    """
 
-    def report(self, *, epoch_ended: bool) -> None:
-        """Report to the observers; the counters are up to date. No-op here."""
+    def before_boundary(self) -> None:
+        """Called first, before the counters are updated."""
+
+    def at_boundary(self, *, epoch_ended: bool) -> None:
+        """Measure, and report to the observers; the counters are up to date."""
+
+    def after_boundary(self) -> None:
+        """Called last, before the next update."""
 
     def next_update(self) -> float:
         """Return the update after which the inspector is called next; infinite where it needs no call of its own."""
         return inf
 
-    def resume(self) -> None:
-        """Called last, before the next update. No-op here."""
-
 
 def inspectors_of(run: Run) -> list[Inspector]:
-    """Return an inspector for each observer that asks for speed, a profile, statistics or a probe; clocks first."""
-    speed = [SpeedMeter(one, run) for one in active_observers(run.owner) if isinstance(one, Throughput)]
-    made: list[Inspector] = [*speed]
-    for one in run.owner.observers:
-        if isinstance(one, Profile):
-            made.append(ProfileRecorder(one, run))
-        elif isinstance(one, Statistics):
-            made.append(WeightMeter(one, run))
-    return [*made, *(ProbeRunner(one, run) for one in run.owner.observers if isinstance(one, Probe))]
+    """Return an inspector for each `RunObserver`: clocks first, probes last."""
+    observers = run.owner.observers
+    clocks = [SpeedMeter(one, run) for one in active_observers(run.owner) if isinstance(one, Throughput)]
+    profiles = [ProfileRecorder(one, run) for one in observers if isinstance(one, Profile)]
+    weights = [WeightMeter(one, run) for one in observers if isinstance(one, Statistics)]
+    probes = [ProbeRunner(one, run) for one in observers if isinstance(one, Probe)]
+    return [*clocks, *profiles, *weights, *probes]
 
 
 class ProbeRunner(Inspector):
@@ -72,7 +74,7 @@ class ProbeRunner(Inspector):
         self._probe, self._run = probe, run
         self._trigger = Trigger(probe.duration, run.counters, of="every")
 
-    def report(self, *, epoch_ended: bool) -> None:
+    def at_boundary(self, *, epoch_ended: bool) -> None:
         """Call the function where its turn has come, unless it was called before the validation was interrupted."""
         run, counters = self._run, self._run.counters
         if not counters.interrupted_validation and self._trigger.fires(counters, epoch_ended=epoch_ended):
@@ -97,9 +99,9 @@ class SpeedMeter(Inspector):
         self._stream = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None
         self._memory_epoch, self._memory_sizes = -1, dict[str, int]()
         self._begin(run.counters.rows, run.counters.updates)
-        self.resume()
+        self.after_boundary()
 
-    def pause(self) -> None:
+    def before_boundary(self) -> None:
         """Stop the clock: work between updates is no training. Sample whether the device is busy."""
         if self._stream is not None:
             self._samples += 1
@@ -107,7 +109,7 @@ class SpeedMeter(Inspector):
         self._seconds += time.perf_counter() - self._started
         self._waited += self._run.waited - self._waited_before
 
-    def resume(self) -> None:
+    def after_boundary(self) -> None:
         """Start the clock."""
         self._waited_before, self._started = self._run.waited, time.perf_counter()
 
@@ -115,7 +117,7 @@ class SpeedMeter(Inspector):
         """Return the update of the next report; several ranks report where all pause, and never for one of them."""
         return self._trigger.next_update(self._run.counters) if self._alone else float("inf")
 
-    def report(self, *, epoch_ended: bool) -> None:
+    def at_boundary(self, *, epoch_ended: bool) -> None:
         """Call `on_speed` of all observers after `every`, at the end of an epoch and at the end of the run."""
         counters = self._run.counters
         fires = self._trigger.fires(counters, epoch_ended=epoch_ended)
@@ -240,7 +242,7 @@ class ProfileRecorder(Inspector):
         if self._is_main:
             settings.expect(before + first + 1, before=before)
 
-    def pause(self) -> None:
+    def before_boundary(self) -> None:
         """End the profile after its last update."""
         if len(self._stops) == 1 and self._is_due():
             self._stops.clear()
@@ -252,7 +254,7 @@ class ProfileRecorder(Inspector):
         """Return the update after which the profile warms up, begins or ends next."""
         return next((stop for stop in self._stops if stop > self._run.counters.updates), inf)
 
-    def resume(self) -> None:
+    def after_boundary(self) -> None:
         """Warm the profiler up one update before the profile, then begin."""
         if self._run.counters.stopped:  # at its end, or by a checkpoint of a finished run
             self._stops.clear()
@@ -279,7 +281,7 @@ class WeightMeter(Inspector):
         """Name, parameter and a copy of it, where the next update is measured."""
         self._check()
 
-    def report(self, *, epoch_ended: bool) -> None:
+    def at_boundary(self, *, epoch_ended: bool) -> None:
         """Measure after an update before which the weights were copied."""
         counters, before = self._run.counters, self._before
         if not before or counters.updates % self._settings.duration.n:
@@ -299,7 +301,7 @@ class WeightMeter(Inspector):
         turn = (updates // each + 1) * each
         return max(turn - 1, updates + 1)
 
-    def resume(self) -> None:
+    def after_boundary(self) -> None:
         """Copy the weights where the next update is measured."""
         self._before = []
         if (self._run.counters.updates + 1) % self._settings.duration.n == 0 and self._owner.is_main:

@@ -16,7 +16,7 @@ from trainwright.core.signals import ENDING
 from trainwright.data.source import Source
 from trainwright.fit.describe import settings_of
 from trainwright.fit.plan import Ends
-from trainwright.observers.probes import Inspecting, Probe
+from trainwright.observers.probes import Probe, RunObserver
 from trainwright.update.owner import Owner
 
 SECONDS = 1.0
@@ -76,7 +76,7 @@ def _settings(owner: Owner) -> dict[str, str]:
 
 def _probes(owner: Owner) -> str:
     """Return the observers for which all ranks pause: a probe may be a forward of all of them."""
-    each = [one for one in owner.observers if isinstance(one, Inspecting) and one.name]
+    each = [one for one in owner.observers if isinstance(one, RunObserver) and one.name]
     names = [f"{one.name} every {one.duration}" if isinstance(one, Probe) else one.name for one in each]
     return ", ".join(names) or "none"
 

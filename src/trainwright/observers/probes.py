@@ -11,15 +11,19 @@ from trainwright.core.suggestions import suggests
 from trainwright.protocols import Observer
 
 
-class Inspecting(Observer):
-    """An observer for which the loop pauses between two updates: it measures the run, and changes nothing."""
+class RunObserver(Observer):
+    """An observer that measures the run itself at boundaries between updates, and changes nothing.
+
+    It holds the settings; what it measures with is an `Inspector` of each run (`fit/inspection.py`), since a run is no
+    concern of this package, and one observer may watch several.
+    """
 
     name = ""
     """With its settings: all ranks must have it. Empty where rank 0 alone may."""
 
 
 @suggests
-class Probe(Inspecting):
+class Probe(RunObserver):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 
     The model is then in eval mode with the weights that count (averaged ones, where there are any), under no_grad and

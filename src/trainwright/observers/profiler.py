@@ -15,7 +15,7 @@ from trainwright.core.records import Result
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import profiler_enabled
 from trainwright.observers.live import write_line
-from trainwright.observers.probes import Inspecting
+from trainwright.observers.probes import RunObserver
 from trainwright.observers.table import number, printable
 
 _NAME = 54
@@ -24,7 +24,7 @@ _STEP = "ProfilerStep"
 
 
 @suggests
-class Profile(Inspecting):
+class Profile(RunObserver):
     """Has torch's profiler record `updates` updates of each `fit`, from the one that follows the first `after`.
 
     It writes `updates-11-15.json.gz` to `directory`, which chrome://tracing and ui.perfetto.dev open, and prints the

@@ -6,11 +6,11 @@ from trainwright.core.durations import Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.model_statistics import ModelStatistics
 from trainwright.core.suggestions import suggests
-from trainwright.observers.probes import Inspecting
+from trainwright.observers.probes import RunObserver
 
 
 @suggests
-class Statistics(Inspecting):
+class Statistics(RunObserver):
     """Has a run tell all observers the `ModelStatistics` of each `every` updates, as `on_statistics`.
 
     They hold norm, maximum and zeros of each parameter of the model and of the gradient that it was moved by, and how

@@ -10,14 +10,14 @@ from trainwright.core.durations import Duration, Epochs, Seconds, Updates, check
 from trainwright.core.errors import SettingError
 from trainwright.core.speed import Speed, together
 from trainwright.core.suggestions import suggests
-from trainwright.observers.probes import Inspecting
+from trainwright.observers.probes import RunObserver
 from trainwright.observers.table import amount, byte_size, joined
 
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
 
 
 @suggests
-class Throughput(Inspecting):
+class Throughput(RunObserver):
     """Has a run tell all observers its `Speed`: each time `every` has passed, and at the end of each epoch.
 
     The console prints a line per epoch, the journal writes every record, and an observer of your own gets them as
