@@ -71,7 +71,7 @@ def check_one_standard_error_is_over_rows():
     made.evaluate(cut(x, y, UNEVEN))
     with torch.no_grad():
         losses = F.cross_entropy(model(x).double(), y, reduction="none")
-    close(made._record.errors["val_loss"], losses.std(correction=0).item() / math.sqrt(len(x)))
+    close(made._record.evaluation.errors["val_loss"], losses.std(correction=0).item() / math.sqrt(len(x)))
 
 
 def test_one_standard_error_is_taken_over_the_rows_of_the_validation():

@@ -54,7 +54,7 @@ def test_layers_of_torchs_own_are_compiled_too():
         plain, trainer = build(None, model=layers), build(by(regions), model=layers)
         for one in (plain, trainer):
             one.fit(data(20), epochs=2)
-        assert str(trainer._record.compiled).startswith(f"{what} by {BACKEND}: 1 graph")
+        assert str(trainer._record.path.compiled).startswith(f"{what} by {BACKEND}: 1 graph")
         assert same(weights(plain.model), weights(trainer.model))
 
 
@@ -83,7 +83,7 @@ def test_a_model_comes_back_as_it_was_after_an_error():
 def test_the_short_last_batch_runs_uncompiled_in_training_and_validation():
     trainer = build(by("full"))
     trainer.fit(data(44), data(20, shuffle=False), epochs=3)
-    record = trainer._record.compiled
+    record = trainer._record.path.compiled
     assert record.graphs == 2  # one for training, one for validation
     assert record.short == 3 + 3
 
@@ -94,7 +94,7 @@ def test_shapes_that_go_on_changing_share_a_graph():
     ready = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in rows]
     trainer = build(by("full"))
     trainer.fit(ready, epochs=1)
-    assert trainer._record.compiled.graphs == 4 and trainer._record.compiled.short == 0
+    assert trainer._record.path.compiled.graphs == 4 and trainer._record.path.compiled.short == 0
 
 
 @pytest.mark.slow
@@ -103,7 +103,7 @@ def test_batches_of_ever_fewer_rows_are_no_exceptions():
     ready = [(torch.randn(n, 4), torch.randint(0, 3, (n,))) for n in rows]
     trainer = build(by("full"))
     trainer.fit(ready, epochs=1)
-    assert 2 <= trainer._record.compiled.graphs <= 4 and trainer._record.compiled.short < 10
+    assert 2 <= trainer._record.path.compiled.graphs <= 4 and trainer._record.path.compiled.short < 10
 
 
 def test_counts_and_reasons_are_told_at_the_end_and_by_fast_path(capsys):
@@ -125,15 +125,15 @@ def test_a_layer_that_is_frozen_later_is_compiled_again_with_its_reason():
 
     trainer = build(by("full"), trainer=Freezes)
     trainer.fit(data(16), epochs=2)
-    assert trainer._record.compiled.graphs == 2
-    assert any("requires_grad" in reason for reason in trainer._record.compiled.again)
+    assert trainer._record.path.compiled.graphs == 2
+    assert any("requires_grad" in reason for reason in trainer._record.path.compiled.again)
 
 
 def test_a_second_fit_finds_what_the_first_has_compiled():
     trainer = build(by("full"))
     trainer.fit(data(16), epochs=1)
     trainer.fit(data(16), epochs=1)
-    assert trainer._record.compiled.graphs == 0 and leftovers(trainer.model) == []
+    assert trainer._record.path.compiled.graphs == 0 and leftovers(trainer.model) == []
 
 
 def test_steps_of_the_users_own_run_the_compiled_model():
@@ -149,7 +149,7 @@ def test_steps_of_the_users_own_run_the_compiled_model():
     plain, trainer = build(None, trainer=Own), build(by("full"), trainer=Own)
     for one in (plain, trainer):
         one.fit(data(44), data(20, shuffle=False), epochs=2)
-    assert trainer._record.compiled.graphs == 2
+    assert trainer._record.path.compiled.graphs == 2
     assert trainer.history == plain.history and same(weights(plain.model), weights(trainer.model))
 
 
@@ -208,7 +208,7 @@ def test_an_evaluation_counts_tokens_inside_a_compiled_region_as_without_it():
         trainer = build(fast, model=Inside, loss=None, trainer=Own)
         seen.append(trainer.fit(data(), val, epochs=1).history)
     assert seen[0] == seen[1]
-    assert trainer._record.compiled.graphs == 1  # of training: what is looked at in a validation is not compiled
+    assert trainer._record.path.compiled.graphs == 1  # of training: what is looked at in a validation is not compiled
 
 
 def test_an_error_of_the_users_own_is_raised_as_without_a_compiler():

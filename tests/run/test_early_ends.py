@@ -141,7 +141,8 @@ def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypat
 
     def counts(self, *args, **settings):
         measure(self, *args, **settings)
-        self.history.extend([self.record.final_validation] if self.record.final_validation is not None else [])
+        final = self.record.outcome.final_validation
+        self.history.extend([] if final is None else [final])
 
     wholes("validated inside the epoch")  # made without the fault
     monkeypatch.setattr(boundary.Boundary, "validate_early_end", counts)

@@ -278,7 +278,7 @@ def test_the_copies_are_given_back_when_a_run_is_over():
 
     class Looks(nn.Module):
         def forward(self, output, target):
-            run.append(weakref.ref(trainer._record.splits))
+            run.append(weakref.ref(trainer._record.path.splits))
             return F.cross_entropy(output, target)
 
     trainer.loss = Looks()

@@ -9,7 +9,7 @@ from trainwright.update.owner import Owner
 
 def fast_path(owner: Owner) -> str:
     """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
-    why = owner._record.why_immediate
+    why = owner._record.path.why_immediate
     if why is None:  # no run yet, and so no schedule that is bound
         scaler = None if owner.precision is None else owner.precision.loss_scale(owner.device.type)
         why = finite_check.why_immediate(
@@ -20,9 +20,9 @@ def fast_path(owner: Owner) -> str:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
     elif owner.device.type not in finite_check.ASYNC_DEVICES:
         reads = "its numbers are read at once, which waits for nothing"
-    compiled = owner._record.compiled
+    compiled = owner._record.path.compiled
     how = "eager" if compiled is None else f"compiled ({compiled})"
-    beside = "" if owner._record.splits is None else f"; {owner._record.splits}"
+    beside = "" if owner._record.path.splits is None else f"; {owner._record.path.splits}"
     return f"{'L0' if why else 'L1'}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
 
 

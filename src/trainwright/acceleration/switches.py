@@ -47,7 +47,7 @@ def _speed_up_convolutions(owner: Owner, undo: ExitStack) -> list[str]:
 
 def acceleration_notes(owner: Owner) -> tuple[str, ...]:
     """Return a line on what was compiled so far, and one on how windows are split."""
-    compiled, splits = owner._record.compiled, owner._record.splits
+    compiled, splits = owner._record.path.compiled, owner._record.path.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
     return lines if splits is None or not splits.split else (*lines, splits.split)
 
@@ -74,7 +74,7 @@ def _compiled(owner: Owner, source: Source) -> Iterator[str]:
             kept_in(fast.cache, saves=owner.is_main),
             compiled(owner.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
         ):
-            owner._record.compiled = record
+            owner._record.path.compiled = record
             tracker.count_by_graph = counted_outside_graphs
             yield f"compiles {record.what}"
     finally:

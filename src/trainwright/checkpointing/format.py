@@ -8,7 +8,7 @@
         manifest.json        format, run, update, numbers, versions; size and checksum of each file, and its own
 
 The format has a version; a checkpoint of another version is refused by name, and no state in it is read. Version 2
-has other forms of the parts `schedule` and `totals` than version 1.
+has other forms of the parts `progress`, `schedule` and `totals` than version 1.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, floa
     for name, source in sources.items():
         evaluation = evaluate(owner, source, name=name)
         numbers |= evaluation.numbers
-        owner._record.errors |= evaluation.errors
+        owner._record.evaluation.errors |= evaluation.errors
     return numbers
 
 
@@ -63,7 +63,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     seen = 0
     with side_effect_free(owner, source, tracker) as aside:
         step, to_device = _validation_step(owner, tracker), mover(owner, aside, trains=False)
-        for batch in islice(owner._record.read_batches(_batches(owner, aside, tracker)), batches):
+        for batch in islice(owner._record.evaluation.read_batches(_batches(owner, aside, tracker)), batches):
             tracker.batch = batch
             returned = step(batch if to_device is None else to_device(batch))
             tracker.record(returned)
@@ -120,7 +120,7 @@ def probe_context(owner: Owner, source: Source) -> Iterator[None]:
 
 def evaluation_weights(owner: Owner) -> AbstractContextManager[None]:
     """Return a context in which the model holds the evaluation weights, averaged ones where there is an average."""
-    if owner._record.lacks_weights:
+    if owner._record.outcome.lacks_weights:
         _warn_of_lost_weights()
     return _NO_CONTEXT if owner._record.weights is None else owner._record.weights.evaluated()
 
@@ -206,7 +206,7 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
         stack.enter_context(_Instead(owner, tracker))
         step = autocast_step(owner, owner.training_step)
         seed(0, generators)
-        for batch in owner._record.read_batches(complete_batches(owner, aside)):
+        for batch in owner._record.evaluation.read_batches(complete_batches(owner, aside)):
             tracker.batch = batch
             statistics.capture()
             step(batch if to_device is None else to_device(batch))

@@ -148,7 +148,7 @@ class Boundary:
     def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
         """Return the numbers of every set of validation data; `final`: only because the run ends early."""
         record, signals = self.record, self.run.signals
-        record.errors, record.read_batches = {}, signals.batches
+        record.evaluation.errors, record.evaluation.read_batches = {}, signals.batches
         self.counters.interrupted_validation = "final" if final else "epoch" if self.epoch_ended else "update"
         numbers: dict[str, float] = {}
         # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
@@ -161,7 +161,7 @@ class Boundary:
                         self._check_numbers(measured)
                     numbers |= measured
         finally:
-            record.read_batches = iter
+            record.evaluation.read_batches = iter
         return self.owner.world.same(numbers)
 
     def _check_numbers(self, numbers: Any) -> None:
@@ -215,7 +215,7 @@ class Boundary:
         best = saves = False
         watch, manager = self.watch, self.manager
         if watch is not None and self._concerns(watch.settings.monitor, row, validated=validated):
-            best = saves = watch.judge(row, self.record.errors, **where)
+            best = saves = watch.judge(row, self.record.evaluation.errors, **where)
             if best:
                 watch.weights = self._best_weights() if self.copies_best else None
             self.counters.stopped = self.counters.stopped or watch.stopped
@@ -260,7 +260,7 @@ class Boundary:
         if self.clock.planned_end() or measured:
             return
         numbers = self.validate(evaluate, final=True) if self.val else None
-        self.record.final_validation = row = self._row(numbers)
+        self.record.outcome.final_validation = row = self._row(numbers)
         if self.reporter is not None:
             self.reporter.report(row, best=False, validated=bool(self.val), final=True)
 
@@ -283,7 +283,7 @@ class Boundary:
         try:
             saves.save()
         except CheckpointError as failed:  # the state cannot be encoded
-            self.record.save_error = failed
+            self.record.outcome.save_error = failed
 
     def end(self) -> None:
         """Set the update after which the loop comes back."""
@@ -345,7 +345,7 @@ class ValidationReporter:
             rows=rows,
             waiting=min(1.0, self._run.waited / seconds) if seconds else 0.0,
             skipped=counters.skipped,
-            notes=boundary.record.take_news(),
+            notes=boundary.record.path.take_news(),
             final=final,
         )
         self._last_time, self._last_rows, self._run.waited = now, counters.rows, 0.0

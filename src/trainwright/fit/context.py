@@ -234,20 +234,22 @@ class FitContext:
     def _finish_normally(self) -> CheckpointError | None:
         """Wait for the last save and restore the weights that `fit` promises; return the error of that save."""
         owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
+        outcome = record.outcome
         run.rollback.phase = ENDED
-        if record.ended is None:
-            record.save_error = _await_last_save(boundary)
+        if outcome.earlier is None:
+            outcome.save_error = _await_last_save(boundary)
             FitEnd(boundary).restore_best()
         if owner.world.size > 1:
             broadcast_buffers(owner)
         boundary.sync_signals()
-        record.failed = record.save_error is not None
+        record.failed = outcome.save_error is not None
         run.signals.check()
-        return record.save_error
+        return outcome.save_error
 
     def _finish_after_error(self, raised: BaseException) -> BaseException:
         """Save the complete state that an error or a signal leaves, and return the exception that `fit` raises."""
         owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
+        save_error = record.outcome.save_error
         run.first_batch.close()
         error = self._first_error(raised)
         explain(error, owner)
@@ -260,11 +262,11 @@ class FitContext:
         except BaseException as second:  # a second Ctrl-C
             caused, failures = second, []
         boundary.clock.update()
-        if record.has_begun and record.failed and record.save_error is None:
+        if record.has_begun and record.failed and save_error is None:
             record.weights = None
         ending, owner._counters.stopped = ends_in(caused, grace=run.signals.grace)
-        if record.save_error is not None and record.save_error is not caused:
-            failures.insert(0, f"the state at the end could not be saved: {record.save_error}")
+        if save_error is not None and save_error is not caused:
+            failures.insert(0, f"the state at the end could not be saved: {save_error}")
         for failure in failures:
             ending.add_note(f"{NOTE}{failure}")
         if ending is not raised:
@@ -313,7 +315,7 @@ class FitContext:
 
 def _await_last_save(boundary: Boundary) -> CheckpointError | None:
     """Wait for the save at the end, which must succeed; return its error where it has failed."""
-    saves, lost = boundary.saves, boundary.record.save_error
+    saves, lost = boundary.saves, boundary.record.outcome.save_error
     if saves is None:
         return None
     try:
@@ -340,7 +342,7 @@ def _with_failure(error: BaseException | None, failed: BaseException, call: str)
 
 def _summary(owner: Owner, result: Result) -> dict[str, Any]:
     """Return how a stage ended, as plain data for the checkpoints of later ones."""
-    counters, restored = owner._counters, owner._record.restored
+    counters, restored = owner._counters, owner._record.outcome.restored
     left = counters.earlier_updates + counters.updates if restored is None else restored.update
     best = None if result.best is None else {**asdict(result.best), "path": None}
     ended = {"weights": result.weights, "best": best, "notes": list(result.notes), "final": result.final_validation}
@@ -352,8 +354,8 @@ def _release_run(owner: Owner, run: Run) -> None:
     record = owner._record
     record.rates = tuple(run.rates.values())
     run.strategy.close()
-    if record.splits is not None:
-        record.splits = record.splits.summary()
+    if record.path.splits is not None:
+        record.path.splits = record.path.splits.summary()
     owner._bind_run(NOT_RUNNING, NOT_RUNNING)
 
 

@@ -12,6 +12,50 @@ from trainwright.core.records import Best
 
 
 @dataclass(slots=True)
+class UpdatePath:
+    """How the updates of a stage are made, for `Trainer.fast_path`."""
+
+    why_immediate: tuple[str, ...] | None = None
+    """Why updates are checked one by one; empty where the check is deferred, None before the first run."""
+    compiled: Any = None
+    """The graphs that were compiled, in counts and words; None where nothing is compiled."""
+    splits: Any = None
+    """The splitter of windows for which memory runs out; None without `on_oom`."""
+
+    def take_news(self) -> tuple[str, ...]:
+        """Return lines on windows that were split since the last call."""
+        return () if self.splits is None else tuple(self.splits.take_news())
+
+
+@dataclass(slots=True)
+class EvaluationRecord:
+    """What an evaluation inside of a run shares with it, though `Trainer.evaluate` may be the user's own."""
+
+    errors: dict[str, float] = field(default_factory=dict)
+    """Standard errors of the last evaluation, by the names of its numbers."""
+    read_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter
+    """Wraps the batches of evaluations: a signal ends a validation of the run while it waits for data."""
+
+
+@dataclass(slots=True)
+class Outcome:
+    """How a stage ended, as far as its counters do not say."""
+
+    final_validation: dict[str, float] | None = None
+    """The numbers of an early end at which no validation was due."""
+    restored: Best | None = None
+    """The best whose weights the model was left with."""
+    save_error: CheckpointError | None = None
+    """The error of the save at the end, where the run itself has ended well."""
+    could_save: bool = False
+    """Whether `on_error="save"` would have saved the state at the end, which is lost."""
+    earlier: dict[str, Any] | None = None
+    """How it ended in an earlier session, read from the checkpoint of a later stage."""
+    lacks_weights: bool = False
+    """Whether the weights of that end are gone: the model holds those that it was built with."""
+
+
+@dataclass(slots=True)
 class StageRecord:
     """One stage: made when it starts, read by evaluations until the next one starts.
 
@@ -40,47 +84,22 @@ class StageRecord:
     """Whether the stage before it has failed."""
     caller: str = ""
     """The user's line that called a `fit` of one epoch; "-" once the header has named a loop of them."""
-
-    # How its updates are made.
-    why_immediate: tuple[str, ...] | None = None
-    """Why updates are checked one by one; empty where the check is deferred, None before the first run."""
-    compiled: Any = None
-    """The graphs that were compiled, in counts and words; None where nothing is compiled."""
-    splits: Any = None
-    """The splitter of windows for which memory runs out; None without `on_oom`."""
-
-    # Its outcome.
     notes: tuple[str, ...] = ()
     """Lines for its header."""
+
+    # What others read of it, and what the next stage starts from.
+    path: UpdatePath = field(default_factory=UpdatePath)
+    evaluation: EvaluationRecord = field(default_factory=EvaluationRecord)
+    outcome: Outcome = field(default_factory=Outcome)
     rates: tuple[Any, ...] = ()
     """Its bound schedules; set when it is over."""
     weights: Any = None
     """Its evaluation weights, beside the trained ones; None where no loop has begun."""
-    errors: dict[str, float] = field(default_factory=dict)
-    """Standard errors of the last evaluation, by the names of its numbers."""
-    read_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter
-    """Wraps the batches of evaluations: a signal ends a validation of the run while it waits for data."""
-    final_validation: dict[str, float] | None = None
-    """The numbers of an early end at which no validation was due."""
-    ended: dict[str, Any] | None = None
-    """How it ended, where it was read from the checkpoint of a later stage."""
-    lacks_weights: bool = False
-    """Whether it had ended before and its weights are gone: the model holds those that it was built with."""
-    restored: Best | None = None
-    """The best whose weights the model was left with."""
-    save_error: CheckpointError | None = None
-    """The error of the save at the end, where the run itself has ended well."""
-    could_save: bool = False
-    """Whether `on_error="save"` would have saved the state at the end, which is lost."""
 
     def next_stage(self) -> StageRecord:
         """The record of the `fit` that follows."""
         carried = {name: getattr(self, name) for name in ("run_id", "warns", "checked_metrics")}
         return StageRecord(**carried, stages=list(self.stages), is_under_way=True, follows_failure=self.failed)
-
-    def take_news(self) -> tuple[str, ...]:
-        """Return lines on windows that were split since the last call."""
-        return () if self.splits is None else tuple(self.splits.take_news())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRecord:
         """A copy for the copy of a trainer; TypeError where it refers to other weights or rates of this one."""

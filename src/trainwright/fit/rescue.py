@@ -28,7 +28,7 @@ def rescue(boundary: Boundary, error: BaseException) -> list[str]:
     can_save = trained and not alone
     is_complete = can_save and _is_complete(boundary, error, saves_errors=saves_errors)
     if can_save and not is_complete:
-        boundary.record.could_save = _is_complete(boundary, error, saves_errors=True)
+        boundary.record.outcome.could_save = _is_complete(boundary, error, saves_errors=True)
     rolled_back = run.rollback.restore() if is_complete else None
     with run.signals.held():
         failing = "the state at the end could not be saved"

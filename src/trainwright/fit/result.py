@@ -46,7 +46,7 @@ class FitEnd:
     def __init__(self, boundary: Boundary) -> None:
         self._run, self._owner, self._counters = boundary.run, boundary.owner, boundary.counters
         self._ends, self._manager, self._watch = boundary.ends, boundary.manager, boundary.watch
-        self._record = boundary.record
+        self._record, self._outcome = boundary.record, boundary.record.outcome
 
     def restore_best(self) -> None:
         """Load the final weights: averaged and/or best, as configured."""
@@ -76,7 +76,7 @@ class FitEnd:
         except CheckpointError:
             self._warn_of(best, "are those of another model: it has changed since")
             return
-        self._record.restored = best
+        self._outcome.restored = best
 
     def _warn_of(self, best: Best, why: str) -> None:
         if self._owner.is_main:  # all ranks come to the same, and one says it
@@ -85,7 +85,7 @@ class FitEnd:
 
     def make_result(self) -> Result:
         """Return how the run ended; how the stage had ended, where it was passed over."""
-        counters, passed = self._counters, self._record.ended
+        counters, passed = self._counters, self._outcome.earlier
         best = None if self._manager is None else self._manager.best
         if passed is not None:
             best = None if passed["best"] is None else Best(**passed["best"])
@@ -104,12 +104,12 @@ class FitEnd:
             weights=weights if passed is None else passed["weights"],
             notes=self._notes() if passed is None else tuple(passed["notes"]),
             blocked=0.0 if self._manager is None else self._manager.blocked,
-            final_validation=self._record.final_validation if passed is None else passed["final"],
+            final_validation=self._outcome.final_validation if passed is None else passed["final"],
         )
 
     def _restored_text(self, best: Best | None) -> str:
         """Return which best the model holds, by name where the run's `best` is of another number."""
-        restored = self._record.restored
+        restored = self._outcome.restored
         if restored is None:
             return ""
         by = f" by {restored.name}" if best is not None and best.name != restored.name else ""
@@ -146,7 +146,7 @@ class FitEnd:
         if known and known[0] >= reached:
             return (f"saved at update {known[0]}: {again} continues from there",)
         where = f"not saved at its end: {again} continues from update {known[0]}" if known else ""
-        missed = f'; Trainer(on_error="save") would have saved update {reached}' if self._record.could_save else ""
+        missed = f'; Trainer(on_error="save") would have saved update {reached}' if self._outcome.could_save else ""
         return (f"{where or f'nothing is saved: {again} starts at the beginning'}{missed}",)
 
 

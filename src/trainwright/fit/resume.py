@@ -107,11 +107,11 @@ class AlreadyFinished(StartPlan):
         self.checkpoint.tree.clear()
         owner._counters.load_state_dict(self.ended["counters"])
         owner.history[:] = self.progress["history"][: self.ended["rows"]]
-        record, path = owner._record, path_at(boundary.manager, self.ended["left"])
-        record.ended = self.ended
-        record.lacks_weights = path is None or not _load_model(owner, path)
-        if record.lacks_weights:
-            record.ended = {**self.ended, "weights": "as built (those of this stage are gone)"}
+        outcome, path = owner._record.outcome, path_at(boundary.manager, self.ended["left"])
+        outcome.earlier = self.ended
+        outcome.lacks_weights = path is None or not _load_model(owner, path)
+        if outcome.lacks_weights:
+            outcome.earlier = {**self.ended, "weights": "as built (those of this stage are gone)"}
         return []
 
 
@@ -207,8 +207,7 @@ def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
 def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
     """Raise FormError where the counters, history and stages of a checkpoint are not as a run writes them."""
     check_form(progress, counters=is_dict, history=_is_history, settings=_are_settings, stages=_is_list)
-    optional: dict[str, Any] = {"split_at": None, "final": None, "used_rates": {}}
-    check_form(optional | progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_rates=_are_rates)
+    check_form(progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_rates=_are_rates)
     counters, stages = Counters(), progress["stages"]
     for one in stages:
         _check_stage(one)
@@ -304,7 +303,7 @@ def _find_position(boundary: Boundary) -> None:
     else:  # unfinished work makes the row of the update before it
         run.optimizer_steps.clear_used_rates()
     if not counters.stopped:
-        boundary.record.final_validation = None
+        boundary.record.outcome.final_validation = None
 
 
 def _resharded(tree: dict[str, Tree], parts: dict[str, Any], boundary: Boundary) -> dict[str, Tree]:

@@ -340,12 +340,13 @@ class Run:
 def choose_strategy(run: Run) -> UpdateStrategy:
     """Choose how the updates of a run are made: by one rank or several, checked at once or later, split or not."""
     owner = run.owner
-    owner._record.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
+    path = owner._record.path
+    path.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
     update = owner.update
     if owner.on_oom is not None:
         from trainwright.acceleration.oom import WindowSplitter
 
-        owner._record.splits = splitter = WindowSplitter(run)
+        path.splits = splitter = WindowSplitter(run)
         update = splitter.update
     if owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)

@@ -100,13 +100,7 @@ class RunCheckpoints:
     @property
     def _position(self) -> tuple[Any, ...]:
         counters = self.counters
-        return (
-            counters.epoch,
-            counters.batch,
-            counters.updates,
-            counters.last_boundary,
-            counters.interrupted_validation,
-        )
+        return (counters.epoch, counters.batch, counters.last_boundary, counters.interrupted_validation)
 
 
 def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
@@ -140,16 +134,16 @@ class RunProgress:
         """Plain data."""
         run, owner = self._run, self._run.owner
         record = owner._record
-        limit = None if record.splits is None else record.splits.limit
+        splits = record.path.splits
         return {
             "counters": owner._counters.state_dict(),
             "history": owner.history,
-            "final": record.final_validation,
+            "final": record.outcome.final_validation,
             "asked": run.stop_reason,
             "stages": record.stages,
             "settings": settings_of(owner),
-            **({} if limit is None else {"split_at": limit}),  # a resumed run splits from the start
-            **run.optimizer_steps.used_rates(),
+            "split_at": None if splits is None else splits.limit,  # a resumed run splits from the start
+            "used_rates": run.optimizer_steps.used_rates(),
             "epochs": run.lengths.state_dict(),
         }
 
@@ -157,19 +151,19 @@ class RunProgress:
         """Take over the saved progress."""
         run, owner = self._run, self._run.owner
         record = owner._record
-        run.optimizer_steps.load_used_rates(tree)
-        epochs, counters = tree.get("epochs", []), tree["counters"]
+        run.optimizer_steps.load_used_rates(tree["used_rates"])
+        epochs, counters = tree["epochs"], tree["counters"]
         if sum(one[0] for one in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
             raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is made
         run.lengths.load_state_dict(epochs)
-        if record.splits is not None:
-            record.splits.limit = tree.get("split_at")
+        if record.path.splits is not None:
+            record.path.splits.limit = tree["split_at"]
         owner._counters.load_state_dict(counters)
         owner.history[:] = tree["history"]
         record.stages = list(tree["stages"])
         # A reason given to `stop()` counts only where the validation and the save that it asked for are still due.
         due = owner._counters.interrupted_validation or owner._counters.last_boundary < owner._counters.updates
-        record.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
+        record.outcome.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 
 def _load_state(owner: Owner, tree: Mapping[str, Any]) -> None:

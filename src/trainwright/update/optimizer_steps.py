@@ -176,14 +176,13 @@ class OptimizerSteps:
             one.used_rates = None
 
     def used_rates(self) -> Tree:
-        """The recorded rates for a checkpoint, if the groups have others by now; else nothing."""
-        used = {one.name: one.used_rates for one in self._steps if one.used_rates not in (None, one.rates)}
-        return {"used_rates": used} if used else {}
+        """The recorded rates for a checkpoint, of those optimizers whose groups have others by now."""
+        return {one.name: one.used_rates for one in self._steps if one.used_rates not in (None, one.rates)}
 
     def load_used_rates(self, tree: Tree) -> None:
         """Load the recorded rates of a checkpoint, for the row that is still to be made of its last update."""
         for one in self._steps:
-            one.used_rates = tree.get("used_rates", {}).get(one.name)
+            one.used_rates = tree.get(one.name)
 
     def numbers(self) -> dict[str, float]:
         """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
