@@ -69,7 +69,7 @@ class Boundary:
             self._triggers += self.saves.triggers
         if active_observers(self.owner):
             self.reporter = ValidationReporter(self)
-        if any(isinstance(one, RunObserver) for one in self.owner.observers):
+        if any(isinstance(observer, RunObserver) for observer in self.owner.observers):
             from trainwright.fit.inspection import inspectors_of
 
             self._inspectors = inspectors_of(run)
@@ -86,8 +86,8 @@ class Boundary:
         run, counters = self.run, self.counters
         run.rollback.phase, run.boundary_requested = BETWEEN, False
         run.strategy.flush()
-        for one in self._inspectors:
-            one.before_boundary()
+        for inspector in self._inspectors:
+            inspector.before_boundary()
         if run.rank_sync is not None:
             self._sync_ranks(run.rank_sync)
         run.signals.check()
@@ -100,8 +100,8 @@ class Boundary:
         if self.saves is not None:
             self.saves.arrive()
         counters.stopped = counters.stopped or self.clock.end_reached()
-        for one in self._inspectors:
-            one.at_boundary(epoch_ended=epoch_ended)
+        for inspector in self._inspectors:
+            inspector.at_boundary(epoch_ended=epoch_ended)
 
     def _count_epoch(self) -> None:
         """Count an epoch that is over, for all that counts epochs."""
@@ -296,15 +296,15 @@ class Boundary:
         """Set the update after which the loop comes back: at once, where it was woken meanwhile."""
         run, updates = self.run, self.counters.updates
         dues = [trigger.next_update(self.counters) for trigger in self._triggers]
-        dues += [one.next_update() for one in self._inspectors]
+        dues += [inspector.next_update() for inspector in self._inspectors]
         if run.rank_sync is not None:  # all ranks stop at the same updates
             dues = [run.rank_sync.at, *[due for due in dues if due > updates]]
         run.next_boundary = min(dues, default=math.inf)
         # By a hook, or the thread that saves; read last: no call is lost.
         if run.boundary_requested and run.rank_sync is None:
             run.next_boundary = 0
-        for one in reversed(self._inspectors):  # clocks start last
-            one.after_boundary()
+        for inspector in reversed(self._inspectors):  # clocks start last
+            inspector.after_boundary()
 
     def request_save(self) -> None:
         """Have the loop save after the update in progress."""

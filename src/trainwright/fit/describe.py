@@ -25,7 +25,7 @@ def in_brief(owner: Owner) -> tuple[str, ...]:
 def _by_optimizer(setting: Any) -> str:
     """Return one setting as text, or several by the names of their optimizers."""
     if isinstance(setting, Mapping):
-        return ", ".join(f"{name} {_text(one)}" for name, one in setting.items())
+        return ", ".join(f"{name} {_text(value)}" for name, value in setting.items())
     return _text(setting)
 
 
@@ -34,7 +34,7 @@ def settings_of(owner: Owner) -> dict[str, str]:
     slots = {name: _text(getattr(owner, name)) for name in SLOTS}
     by_epoch = dict(owner.accumulate)
     slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
-    optimizers = ", ".join(f"{name}={_class_of(one)}" for name, one in sorted(owner.optimizers.items()))
+    optimizers = ", ".join(f"{name}={_class_of(optimizer)}" for name, optimizer in sorted(owner.optimizers.items()))
     return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
 
 
@@ -52,7 +52,7 @@ def changed(saved: dict[str, str], now: dict[str, str]) -> str:
 
 def _class_of(optimizer: Any) -> str:
     """Return the name of an optimizer's class; of torch's class, where it derives from one."""
-    classes = [one for one in type(optimizer).__mro__ if one.__module__.startswith("torch.optim.")]
+    classes = [base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")]
     return classes[0].__name__ if classes and classes[0].__name__ != "Optimizer" else type(optimizer).__name__
 
 

@@ -38,9 +38,9 @@ class EpochLengths:
         return replace(self.plan, dependencies=self._dependencies)
 
     def follow(self, rates: Iterable[Rates]) -> None:
-        """Plan these rates anew where epochs have other lengths. Called when all slots are bound."""
+        """Plan these rates again where epochs have other lengths. Called when all slots are bound."""
         self._rates = list(rates)
-        self._matters = bool(self._dependencies) or any(one.follows_epochs for one in self._rates)
+        self._matters = bool(self._dependencies) or any(rates.follows_epochs for rates in self._rates)
 
     @property
     def made(self) -> int:
@@ -89,7 +89,7 @@ class EpochLengths:
         return [[len(list(group)), *alike] for alike, group in groupby(each)]
 
     def load_state_dict(self, tree: list[list[int]]) -> None:
-        """Take over the finished epochs; schedules are planned anew where these were not as planned."""
+        """Take over the finished epochs; schedules are planned again where these were not as planned."""
         past = [(0, 0)]
         for number, windows, updates in tree:
             past += [(past[-1][0] + (k + 1) * windows, past[-1][1] + (k + 1) * updates) for k in range(number)]
@@ -102,14 +102,14 @@ class EpochLengths:
         """Set the length of the current epoch; DataError where a setting was computed from another one."""
         plan = self.plan
         real = replace(plan, now=windows if known else plan.updates_in(self._counters.epoch) + 1)  # type: ignore[operator]
-        wrong = [one for one in self._dependencies if one.value is None or one.value(real) != one.value(plan)]
+        wrong = [each for each in self._dependencies if each.value is None or each.value(real) != each.value(plan)]
         if wrong:
             raise self._refused(wrong, measured, real=real, known=known)
         self.plan = replace(plan, now=windows)
         self._replan()
 
     def _replan(self, *, loaded: bool = False) -> None:
-        """Plan the schedules that count the ends of epochs anew; all of them after a checkpoint was loaded."""
+        """Plan the schedules that count the ends of epochs again; all of them after a checkpoint was loaded."""
         for rates in self._rates:
             if loaded or rates.follows_epochs:
                 rates.replan(self.plan)
@@ -117,7 +117,7 @@ class EpochLengths:
     def _refused(self, wrong: list[LengthDependency], measured: str, *, real: Plan, known: bool) -> DataError:
         plan, counters = self.plan, self._counters
         number = counters.earlier_epochs + counters.epoch + 1
-        settings = ", ".join(dict.fromkeys(one.asked_by for one in wrong))
+        settings = ", ".join(dict.fromkeys(dependency.asked_by for dependency in wrong))
         planned = f"{plan.updates_in(counters.epoch)} updates"
         if plan.epoch_updates is None:
             planned = f"{plan.batches} batches ({planned})"
@@ -132,14 +132,14 @@ class EpochLengths:
 def _cure(wrong: list[LengthDependency], plan: Plan, *, epoch: int, length: int | None) -> str:
     """Return what to write: the total in updates; lengths of schedules in updates; or the length of epochs."""
     cures = []
-    if any(one.is_total for one in wrong) and plan.epochs is not None:
+    if any(dependency.is_total for dependency in wrong) and plan.epochs is not None:
         # Epochs to come are taken to be as long as this one.
         total: Any = "n" if length is None else (plan.updates_until(epoch) or 0) + length * (plan.epochs - epoch)
         beside = "" if plan.max_updates is None else f" and max_updates={plan.max_updates}"
         cures.append(f"fit(..., max_updates={total}) in the place of epochs={plan.epochs}{beside}")
     if plan.epoch_updates is not None:
         cures.append("epoch_updates=n, as many as each epoch has")
-    if any(not one.is_total for one in wrong):
-        lengths = ", ".join(dict.fromkeys(one.asked_by for one in wrong if not one.is_total))
+    if any(not dependency.is_total for dependency in wrong):
+        lengths = ", ".join(dict.fromkeys(dependency.asked_by for dependency in wrong if not dependency.is_total))
         cures.append(f"Updates(n) in the place of epochs in {lengths}")
     return "; ".join(cures)

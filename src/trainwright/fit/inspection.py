@@ -60,10 +60,10 @@ class Inspector:
 def inspectors_of(run: Run) -> list[Inspector]:
     """Return an inspector for each `RunObserver`: clocks first, probes last."""
     observers = run.owner.observers
-    clocks = [SpeedMeter(one, run) for one in active_observers(run.owner) if isinstance(one, Throughput)]
-    profiles = [ProfileRecorder(one, run) for one in observers if isinstance(one, Profile)]
-    weights = [WeightMeter(one, run) for one in observers if isinstance(one, Statistics)]
-    probes = [ProbeRunner(one, run) for one in observers if isinstance(one, Probe)]
+    clocks = [SpeedMeter(observer, run) for observer in active_observers(run.owner) if isinstance(observer, Throughput)]
+    profiles = [ProfileRecorder(observer, run) for observer in observers if isinstance(observer, Profile)]
+    weights = [WeightMeter(observer, run) for observer in observers if isinstance(observer, Statistics)]
+    probes = [ProbeRunner(observer, run) for observer in observers if isinstance(observer, Probe)]
     return [*clocks, *profiles, *weights, *probes]
 
 
@@ -189,7 +189,7 @@ class OperationCount:
 def memory_by_kind(owner: Owner) -> dict[str, int]:
     """Return the bytes of the run's tensors on this rank, by kind."""
     parameters = list(owner.model.parameters())
-    states = [state for one in owner.optimizers.values() for state in one.state.values()]
+    states = [state for optimizer in owner.optimizers.values() for state in optimizer.state.values()]
     return {
         "parameters": _size(parameters),
         "gradients": _size(p.grad for p in parameters if p.grad is not None),
@@ -201,7 +201,8 @@ def memory_by_kind(owner: Owner) -> dict[str, int]:
 def _size(tensors: Iterable[Tensor]) -> int:
     """Return the bytes of tensors, of sharded ones those of this rank."""
     tensors = list(tensors)
-    return sum(one.numel() * one.element_size() for one in (local_shards(tensors) if is_sharded(*tensors) else tensors))
+    local = local_shards(tensors) if is_sharded(*tensors) else tensors
+    return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def _why_unknown(owner: Owner, window: Any) -> str:
@@ -305,11 +306,13 @@ class WeightMeter(Inspector):
         """Copy the weights where the next update is measured."""
         self._before = []
         if (self._run.counters.updates + 1) % self._settings.duration.n == 0 and self._owner.is_main:
-            self._before = [(name, one, one.detach().clone()) for name, one in self._chosen()]
+            self._before = [(name, parameter, parameter.detach().clone()) for name, parameter in self._chosen()]
 
     def _chosen(self) -> list[tuple[str, Any]]:
         pattern = self._settings.parameters
-        return [(name, one) for name, one in self._owner.model.named_parameters() if fnmatchcase(name, pattern)]
+        return [
+            (name, parameter) for name, parameter in self._owner.model.named_parameters() if fnmatchcase(name, pattern)
+        ]
 
     def _check(self) -> None:
         chosen = self._chosen()

@@ -60,7 +60,7 @@ def open_data(
 
 def _reads(train: Any, data: Any) -> bool:
     """Return whether `data` are the training data, or one of several loaders that are read side by side."""
-    return data is train or (is_together(train) and any(data is one for one in train.loaders.values()))
+    return data is train or (is_together(train) and any(data is loader for loader in train.loaders.values()))
 
 
 @contextmanager
@@ -98,7 +98,7 @@ def _check_trainable(owner: Owner) -> None:
     if owner.schedule is not None:
         check_schedulers(owner.schedule, owner.optimizers)  # again: a torch scheduler may have been built since
     # A checkpoint, an average and the header need the shapes of all parameters.
-    lazy = next((name for name, one in owner.model.named_parameters() if nn.parameter.is_lazy(one)), None)
+    lazy = next((name for name, parameter in owner.model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
     if lazy is not None:
         raise SettingError(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit")
 
@@ -156,7 +156,7 @@ def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
 
 def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
     """Return the sets of a dict by the prefix of their numbers. A dict of arrays or tensors is one set, by column."""
-    if all(isinstance(one, Tensor | np.ndarray) for one in data.values()):
+    if all(isinstance(column, Tensor | np.ndarray) for column in data.values()):
         return {prefix: data}
     for name in data:
         if not isinstance(name, str) or not name.isidentifier():
@@ -167,7 +167,7 @@ def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
 
 def _refuse_loaders(data: Sequence[Any], prefix: str) -> None:
     """Refuse several loaders in a list or tuple, which is read as batches or rows."""
-    if data and all(isinstance(one, Batches | DataLoader) for one in data):
+    if data and all(isinstance(item, Batches | DataLoader) for item in data):
         kind = type(data).__name__
         raise SettingError(
             f"{prefix}={kind} of {len(data)} loaders: a {kind} is taken as batches or rows",

@@ -61,7 +61,7 @@ class Resume:
     data: bool = True
     """Whether the data are the saved ones and continue at their saved position."""
     fresh: Sequence[str] = ()
-    """Parts that are not loaded and start anew."""
+    """Parts that are not loaded: they start fresh."""
 
     def __post_init__(self) -> None:
         check_flag(self.data, f"fit(resume_data={self.data!r})")
@@ -98,12 +98,12 @@ def make_plan(
             want="epoch_updates only for a stream without a length",
             fix="validate=Updates(n) validates inside an epoch",
         )
-    if not all(one.repeatable for one in (source, *val.values())):
+    if not all(data.repeatable for data in (source, *val.values())):
         _check_passes(source, val, ends)
     from trainwright.fit.describe import in_brief  # at a first fit: imports stay quick
 
     schedules = owner.schedule.values() if isinstance(owner.schedule, Mapping) else [owner.schedule]
-    watched = watched_numbers(owner, [getattr(one, "monitor", None) for one in schedules])
+    watched = watched_numbers(owner, [getattr(schedule, "monitor", None) for schedule in schedules])
     plan = Plan(
         model=_class_of(owner.model),
         parameters=sum(parameter.numel() for parameter in owner.model.parameters()),
@@ -202,10 +202,10 @@ def _check_passes(source: Source, val: Mapping[str, Source], ends: Ends) -> None
     times = math.ceil((ends.epochs or 1) / ends.validate.n) if isinstance(ends.validate, Epochs) else 1
     if times == 1 or ends.max_updates is not None or ends.max_seconds is not None:
         return
-    for name, one in val.items():
-        if not one.repeatable:
+    for name, data in val.items():
+        if not data.repeatable:
             raise DataError(
-                f"{name} data: {times} validations, and {one.describe()} can be iterated only once",
+                f"{name} data: {times} validations, and {data.describe()} can be iterated only once",
                 want="data that can be iterated again",
                 fix="pass a list of the batches, or a callable `lambda epoch: make_batches(epoch)`",
             )

@@ -36,7 +36,7 @@ def check_same_config(owner: Owner, source: Source, val: Mapping[str, Source], *
         **_settings(owner),
         "model": _layout(owner.model),
         "training data": _sizes(source),
-        "validation data": ", ".join(f"{name}: {_sizes(one)}" for name, one in val.items()) or "none",
+        "validation data": ", ".join(f"{name}: {_sizes(data)}" for name, data in val.items()) or "none",
         "ends": _ends(ends),
         "probes": _probes(owner),
         "resume": "a resume" if resumes else "none",
@@ -76,8 +76,11 @@ def _settings(owner: Owner) -> dict[str, str]:
 
 def _probes(owner: Owner) -> str:
     """Return the observers for which all ranks pause: a probe may be a forward of all of them."""
-    each = [one for one in owner.observers if isinstance(one, RunObserver) and one.name]
-    names = [f"{one.name} every {one.duration}" if isinstance(one, Probe) else one.name for one in each]
+    each = [observer for observer in owner.observers if isinstance(observer, RunObserver) and observer.name]
+    names = [
+        f"{observer.name} every {observer.duration}" if isinstance(observer, Probe) else observer.name
+        for observer in each
+    ]
     return ", ".join(names) or "none"
 
 
@@ -92,8 +95,8 @@ def _sizes(source: Source) -> str:
 def _layout(model: nn.Module) -> str:
     """Return a short text that differs where names, shapes or types of weights do."""
     weights = [*model.named_parameters(), *model.named_buffers()]
-    shapes = [(name, tuple(one.shape), str(one.dtype), one.requires_grad) for name, one in weights]
-    numbers = sum(one.numel() for _, one in weights)
+    shapes = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in weights]
+    numbers = sum(tensor.numel() for _, tensor in weights)
     digest = hashlib.sha256(repr(shapes).encode()).hexdigest()[:8]
     return f"{type(model).__qualname__} of {numbers:,} numbers in {len(weights)} tensors ({digest})"
 

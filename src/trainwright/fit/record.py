@@ -94,7 +94,7 @@ class StageRecord:
     rates: tuple[Any, ...] = ()
     """Its bound schedules; set when it is over."""
     weights: Any = None
-    """Its evaluation weights, beside the trained ones; None where no loop has begun."""
+    """Its evaluation weights, in addition to the trained ones; None where no loop has begun."""
 
     def next_stage(self) -> StageRecord:
         """The record of the `fit` that follows."""
@@ -107,7 +107,7 @@ class StageRecord:
             what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
             fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
             raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
-        return StageRecord(**{each.name: copy.deepcopy(getattr(self, each.name), memo) for each in fields(self)})
+        return StageRecord(**{field.name: copy.deepcopy(getattr(self, field.name), memo) for field in fields(self)})
 
 
 class NotRunning:

@@ -92,7 +92,7 @@ class FitEnd:
             best = best and replace(best, path=path_at(self._manager, best.update))
         elif best is None and self._watch is not None:
             best = self._watch.best
-        weights = ", ".join([one for one in (self._run.weights.name, self._restored_text(best)) if one]) or "last"
+        weights = ", ".join([text for text in (self._run.weights.name, self._restored_text(best)) if text]) or "last"
         return Result(
             history=list(self._owner.history),
             best=best,

@@ -63,7 +63,7 @@ class ResumeFrom(StartPlan):
 
     checkpoint: Loaded
     fresh: tuple[str, ...] = ()
-    """Parts that start anew in place of being loaded."""
+    """Parts that start fresh in place of being loaded."""
     with_data: bool = True
     """Whether the data are those that it was saved with, and continue at their position."""
 
@@ -80,7 +80,7 @@ class ResumeFrom(StartPlan):
         if counters.stopped:
             run.source.seek_loaded()  # no epoch will begin and take the state over; a next `fit` reads the same data
         if counters.stopped or not counters.begun or not run.random.epoch_start_state or not self.with_data:
-            # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins anew
+            # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins again
             run.random.resume_draws()
         at = counters.earlier_updates + counters.updates
         for observer in active_observers(owner):
@@ -209,8 +209,8 @@ def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
     check_form(progress, counters=is_dict, history=_is_history, settings=_are_settings, stages=_is_list)
     check_form(progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_rates=_are_rates)
     counters, stages = Counters(), progress["stages"]
-    for one in stages:
-        _check_stage(one)
+    for ended in stages:
+        _check_stage(ended)
     counters.load_state_dict(progress["counters"])
     if len(stages) < counters.stage:
         raise FormError(f"{len(stages)} stages are listed, and it is of stage {counters.stage}")
@@ -244,7 +244,7 @@ def _are_settings(value: object) -> bool:
 def _are_rates(value: object) -> bool:
     """Whether a value is a dict of lists of rates."""
     lists = value.values() if isinstance(value, Mapping) else [None]
-    return all(isinstance(one, list | tuple) and all(map(is_number, one)) for one in lists)
+    return all(isinstance(rates, list | tuple) and all(map(is_number, rates)) for rates in lists)
 
 
 def _is_history(value: object) -> bool:
@@ -316,7 +316,7 @@ def _resharded(tree: dict[str, Tree], parts: dict[str, Any], boundary: Boundary)
     return place(tree, parts, likes=likes, world=boundary.owner.world)
 
 
-# Parts that start anew.
+# Parts that start fresh.
 
 
 SLOTS_WITH_STATE = ("schedule", "average", "early_stopping", "precision", "checkpoint", "loss", "state", "optimizer")
@@ -326,7 +326,7 @@ _RATES = ("lr", "initial_lr", "momentum", "betas")
 
 
 def _leave_out(plan: ResumeFrom, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
-    """Take the parts that start anew out of both: they stay as they were built."""
+    """Take the parts that start fresh out of both: they stay as they were built."""
     if not plan.with_data:
         for name in ("data", "totals"):
             parts.pop(name, None)

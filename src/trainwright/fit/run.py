@@ -129,8 +129,8 @@ class Run:
     def watching_steps(self) -> Iterator[None]:
         """Record the steps that an `update` of the user's own makes without `apply_gradients`."""
         optimizers = self.owner.optimizers.values()
-        handles = [one.register_step_post_hook(self._note_step) for one in optimizers]
-        handles += [one.register_step_pre_hook(self._note_beginning) for one in optimizers]
+        handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
+        handles += [optimizer.register_step_pre_hook(self._note_beginning) for optimizer in optimizers]
         try:
             yield
         finally:

@@ -54,7 +54,7 @@ class RunCheckpoints:
 
     def is_due(self, *, validated: bool, epoch_ended: bool) -> bool:
         """Whether `every` is due. `validated`: there was a validation, or without validation data an epoch's end."""
-        fired = [one.fires(self.counters, epoch_ended=epoch_ended) for one in self.triggers]
+        fired = [trigger.fires(self.counters, epoch_ended=epoch_ended) for trigger in self.triggers]
         return any(fired) if fired else validated
 
     def save(self, *, instead: Mapping[str, Tree] | None = None) -> None:
@@ -88,9 +88,9 @@ class RunCheckpoints:
 
     def notify(self, saved: list[Saved]) -> None:
         """Report complete checkpoints to the observers."""
-        for one in saved:
+        for checkpoint in saved:
             for notify in self._on_save:
-                notify(one)
+                notify(checkpoint)
 
     @property
     def has_current_state(self) -> bool:
@@ -153,7 +153,7 @@ class RunProgress:
         record = owner._record
         run.optimizer_steps.load_used_rates(tree["used_rates"])
         epochs, counters = tree["epochs"], tree["counters"]
-        if sum(one[0] for one in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
+        if sum(number for number, *_ in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
             raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is made
         run.lengths.load_state_dict(epochs)
         if record.path.splits is not None:

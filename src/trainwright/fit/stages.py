@@ -38,15 +38,15 @@ def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | N
 
 
 def _note_a_loop(owner: Owner, *, last_caller: str) -> tuple[str, ...]:
-    """Return the header's line, once, where `fit(epochs=1)` is called in a loop and a slot starts anew each time."""
+    """Return the header's line, once, where `fit(epochs=1)` is called in a loop and a slot starts again each time."""
     record, line = owner._record, user_line()
-    anew = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
+    restarted = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
     record.caller = last_caller if last_caller == "-" else line
-    if last_caller != line or not line or not anew:
+    if last_caller != line or not line or not restarted:
         return ()
     record.caller = "-"
-    verb = "starts" if len(anew) == 1 else "start"
-    slots = " and ".join(anew).replace("_", " ")
+    verb = "starts" if len(restarted) == 1 else "start"
+    slots = " and ".join(restarted).replace("_", " ")
     return (f"fit(epochs=1) in a loop ({line}): the {slots} {verb} anew with each fit: write fit(epochs=n)",)
 
 
@@ -86,7 +86,7 @@ class TrainedStage(LastStage):
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def begin_next(self, *, resumes: bool) -> None:
-        """Start the counters anew, but for the totals; restore the rates from before a schedule and trained weights."""
+        """Reset the counters, but for the totals; restore the rates from before a schedule and trained weights."""
         _count_anew(self._owner._counters, continues=self._record.failed and resumes)
         for rates in self._record.rates:
             rates.restore_groups()

@@ -28,7 +28,7 @@ class Probe(RunObserver):
 
     The model is then in eval mode with the weights that count (averaged ones, where there are any), under no_grad and
     the run's autocast, and afterwards everything is as it was: modes, random state, `trainer.state`, gradients. The
-    numbers stand in the record of the next update, and in the epoch's row as means over its probes.
+    numbers are in the record of the next update, and in the epoch's row as means over its probes.
     """
 
     def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Duration = Epochs(1)) -> None:  # noqa: B008

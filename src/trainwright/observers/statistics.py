@@ -11,13 +11,13 @@ from trainwright.observers.probes import RunObserver
 
 @suggests
 class Statistics(RunObserver):
-    """Has a run tell all observers the `ModelStatistics` of each `every` updates, as `on_statistics`.
+    """Has a run call `on_statistics` of all observers with its `ModelStatistics`, each `every` updates.
 
     They hold norm, maximum and zeros of each parameter of the model and of the gradient that it was moved by, and how
     far the update has moved it. `parameters`: a pattern of their names, such as "head.*". The numbers are of one
-    update, computed on the device and read in one transfer; the weights are kept beside for that update. Others cost
-    nothing. The journal and TensorBoard write them, and `latest` holds them. Of several processes the first one's are
-    told; all need the same `Statistics`. SettingError for a model in shards, and where the pattern names nothing.
+    update, computed on the device and read in one transfer; the weights are copied for that update. Others cost
+    nothing. The journal and TensorBoard write them, and `latest` holds them. Of several processes rank 0
+    measures; all need the same `Statistics`. SettingError for a model in shards, and where the pattern names nothing.
     """
 
     def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008
@@ -30,7 +30,7 @@ class Statistics(RunObserver):
         self.duration, self.parameters = every, parameters
         self.name = f"Statistics(every={every}, parameters={parameters!r})"
         self.latest: ModelStatistics | None = None
-        """What was told last."""
+        """The last statistics."""
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
         """Keep it."""

@@ -1,4 +1,4 @@
-"""Asks for the speed of training: rows and updates per second, share of the peak, waiting for data, memory by kind."""
+"""Measures the speed of training: rows and updates per second, share of the peak, waiting for data, memory by kind."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients",
 
 @suggests
 class Throughput(RunObserver):
-    """Has a run tell all observers its `Speed`: each time `every` has passed, and at the end of each epoch.
+    """Has a run call `on_speed` of all observers with its `Speed`: after each `every`, and at the end of each epoch.
 
     The console prints a line per epoch, the journal writes every record, and an observer of your own gets them as
     `on_speed`. `flops_per_row`: operations of one row forward and backward; by default they are counted once, on
     the meta device, where the steps are the default ones. `peak`: operations per second that one device can do; by
-    default what its maker tells for dense bfloat16, where the device is known by name. Between two turns it costs
+    default its maker's figure for dense bfloat16, where the device is known by name. Between two reports it costs
     nothing, and it never waits for the device.
     """
 
