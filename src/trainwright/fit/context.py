@@ -106,11 +106,15 @@ class FitContext:
                     undo.push(trial.pop_all())
                     return
             except DamagedError as error:
-                path = Path(error.origin)
-                again = error.early or self._owner._hooks.begin_epoch is None  # that hook may not run twice per epoch
-                if self._resume.where != "auto" or path in self._refused or self._owner.world.size > 1 or not again:
-                    raise CheckpointError(str(error)) from error.__cause__
-                self._refused[path] = str(error)
+                self._refuse(error)
+
+    def _refuse(self, error: DamagedError) -> None:
+        """Record that a checkpoint cannot be loaded; CheckpointError where no older one may be tried."""
+        path = Path(error.origin)
+        again = error.early or self._owner._hooks.begin_epoch is None  # that hook may not run twice per epoch
+        if self._resume.where != "auto" or path in self._refused or self._owner.world.size > 1 or not again:
+            raise CheckpointError(str(error)) from error.__cause__
+        self._refused[path] = str(error)
 
     def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
         """Plan, bind, check and load everything that the fit needs, in this order; `undo` takes it back."""

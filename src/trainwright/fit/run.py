@@ -341,22 +341,28 @@ def choose_strategy(run: Run) -> UpdateStrategy:
     """Choose how the updates of a run are made: by one rank or several, checked at once or later, split or not."""
     owner = run.owner
     path = owner._record.path
-    path.why_immediate = why = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
-    update = owner.update
-    if owner.on_oom is not None:
-        from trainwright.acceleration.oom import WindowSplitter
-
-        path.splits = splitter = WindowSplitter(run)
-        update = splitter.update
+    path.why_immediate = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
+    update = owner.update if owner.on_oom is None else _split_update(run)
     if owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
     if owner.world.size > 1:
         from trainwright.update.distributed_step import DistributedStep
 
         return DistributedStep(run, update)
-    if why:
-        return ImmediateCheck(run, update)
+    choose = ImmediateCheck if path.why_immediate else _deferred_check(run)
+    return choose(run, update)
+
+
+def _split_update(run: Run) -> Any:
+    """Return the update that splits windows for which memory runs out."""
+    from trainwright.acceleration.oom import WindowSplitter
+
+    run.owner._record.path.splits = splitter = WindowSplitter(run)
+    return splitter.update
+
+
+def _deferred_check(run: Run) -> type[UpdateStrategy]:
+    """Return the strategy that lets the device check its updates: with skips, where any may be skipped."""
     from trainwright.update.deferred_check import DeferredCheck, DeferredSkip
 
-    skips = run.scaler is not None or owner.on_nonfinite == "skip"
-    return (DeferredSkip if skips else DeferredCheck)(run, update)
+    return DeferredSkip if run.scaler is not None or run.owner.on_nonfinite == "skip" else DeferredCheck
