@@ -84,27 +84,40 @@ class FitEnd:
             warn_user(f"{what} {why}; the model has the last ones")
 
     def make_result(self) -> Result:
-        """Return how the run ended; how the stage had ended, where it was passed over."""
-        counters, passed = self._counters, self._outcome.earlier
+        """Return how the run ended."""
+        if self._outcome.earlier is not None:
+            return self._earlier_result(self._outcome.earlier)
         best = None if self._manager is None else self._manager.best
-        if passed is not None:
-            best = None if passed["best"] is None else Best(**passed["best"])
-            best = best and replace(best, path=path_at(self._manager, best.update))
-        elif best is None and self._watch is not None:
+        if best is None and self._watch is not None:
             best = self._watch.best
         weights = ", ".join([text for text in (self._run.weights.name, self._restored_text(best)) if text]) or "last"
+        notes, final = self._notes(), self._outcome.final_validation
+        return self._result(best=best, weights=weights, notes=notes, final_validation=final)
+
+    def _earlier_result(self, ended: Mapping[str, Any]) -> Result:
+        """Return how the stage ended in an earlier session."""
+        best = None if ended["best"] is None else Best(**ended["best"])
+        best = best and replace(best, path=path_at(self._manager, best.update))
+        notes, final = tuple(ended["notes"]), ended["final"]
+        return self._result(best=best, weights=ended["weights"], notes=notes, final_validation=final)
+
+    def _result(
+        self, *, best: Best | None, weights: str, notes: tuple[str, ...], final_validation: dict[str, float] | None
+    ) -> Result:
+        """Return a Result with the numbers of the counters."""
+        counters = self._counters
         return Result(
             history=list(self._owner.history),
-            best=best,
             updates=counters.updates,
             epochs=counters.epoch,
             stopped=counters.stopped,
             seconds=counters.seconds,
             skipped=counters.skipped,
-            weights=weights if passed is None else passed["weights"],
-            notes=self._notes() if passed is None else tuple(passed["notes"]),
             blocked=0.0 if self._manager is None else self._manager.blocked,
-            final_validation=self._outcome.final_validation if passed is None else passed["final"],
+            best=best,
+            weights=weights,
+            notes=notes,
+            final_validation=final_validation,
         )
 
     def _restored_text(self, best: Best | None) -> str:
