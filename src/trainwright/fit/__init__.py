@@ -1,11 +1,12 @@
 """One `fit`: where it starts, which work falls due between updates, and how it ends.
 
-Reading order: `plan` (the arithmetic of the run and its contradictions), `context` (enter and leave a `fit`), `stages`
-and `record` (one record per `fit`), `run` (windows in, applied updates out), `boundary` (validate, compare, report,
-save), `clock` (the ends), `saving` (everything with state), `result` (best weights, the Result). A resume: `resume`
-(its plan, then its execution). An end by an error or a signal: `rescue`, `rollback`. Several ranks: `rank_sync`.
-`arguments` checks those of a Trainer, `opening` opens data, `describe` gives settings as text, `inspection` measures a
-run for observers.
+In the order of a call: `context` enters it. `opening` opens the data, `stages` starts its `record`, `plan` computes the
+header and finds contradictions, `run` binds the slots and chooses how updates are made, `resume` plans the start and
+loads a checkpoint. `trainer.py` takes the windows of an epoch from `run`; `epochs` compares their number with the plan.
+At a `boundary` between updates: `clock` (the ends), `inspection` (observers that measure), validation,
+`early_stopping`, and `saving` (everything with state). `context` leaves it by `result` (best weights, the Result);
+after an error or a signal by `rescue` and `rollback`. Several ranks: `rank_sync`. Outside of a `fit`: `arguments` checks
+those of a Trainer, `describe` gives settings as text.
 
 Every contradiction of settings is raised before the first update; a `fit` that is refused leaves the trainer as its
 last `fit` did; however a run ends, all that entering has switched is undone, and observers get their `on_fit_end`.
