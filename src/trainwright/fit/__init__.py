@@ -5,8 +5,8 @@ header and finds contradictions, `run` binds the slots and chooses how updates a
 loads a checkpoint. `trainer.py` takes the windows of an epoch from `run`; `epochs` compares their number with the plan.
 At a `boundary` between updates: `clock` (the ends), `inspection` (observers that measure), validation,
 `early_stopping`, and `saving` (everything with state). `context` leaves it by `result` (best weights, the Result);
-after an error or a signal by `rescue` and `rollback`. Several ranks: `rank_sync`. Outside of a `fit`: `arguments` checks
-those of a Trainer, `describe` gives settings as text.
+after an error or a signal by `rescue` and `rollback`. Several ranks: `rank_sync`. Outside of a `fit`: `arguments`
+checks those of a Trainer, `describe` gives settings as text.
 
 Every contradiction of settings is raised before the first update; a `fit` that is refused leaves the trainer as its
 last `fit` did; however a run ends, all that entering has switched is undone, and observers get their `on_fit_end`.
