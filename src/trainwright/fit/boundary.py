@@ -30,7 +30,10 @@ if TYPE_CHECKING:
 
 
 class Boundary:
-    """The steps of `Trainer._between_updates`, one method each, and the update at which the loop comes to them next."""
+    """The work at a boundary, where the loop stops between two updates: the steps of `Trainer._between_updates`.
+
+    It also sets `Run.next_boundary`, the update after which the loop stops next.
+    """
 
     saves: RunCheckpoints | None = None
     """Saves what is due; None before `start`, and where the checkpoint slot is empty."""
