@@ -399,7 +399,6 @@ def _validated_numbers(owner: Owner, name: str, source: Source) -> set[str]:
     """Return the names of the numbers of a validation set."""
     if not source.repeatable:
         return {f"{name}_{number}" for number in ("loss", *owner.metrics)}
-    with Snapshot(
-        Buffers(lambda: networks_of(owner))
-    ):  # an evaluation does not undo changes of buffers by its forwards
+    # An evaluation does not undo changes of buffers by its own forwards.
+    with Snapshot(Buffers(lambda: networks_of(owner))):
         return set(evaluate(owner, source, name=name, batches=1).numbers)
