@@ -35,14 +35,14 @@ SEEN_BY: dict[Callable[..., None], Callable[..., None]] = {
 }
 
 
-def with_fault(fault: Callable[..., None], function: Callable[..., Any], *args: Any) -> list[Any]:
-    return pool(2).run(world_faults.planted, fault.__name__, function, args, seconds=20)
+def with_fault(fault: Callable[..., None], function: Callable[..., Any], *args: Any, seconds: float = 60) -> list[Any]:
+    return pool(2).run(world_faults.planted, fault.__name__, function, args, seconds=seconds)
 
 
 def with_processes_apart(*args: Any) -> list[Any]:
     """Some wait for others that went ways of their own, and the pool ends them; new ones start with the next call."""
     try:
-        return with_fault(*args)
+        return with_fault(*args, seconds=20)
     except (RankFailed, TimeoutError) as ended:
         pool(2).close()
         raise AssertionError from ended
