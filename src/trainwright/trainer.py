@@ -26,7 +26,7 @@ from trainwright.core.suggestions import (
     suggests,
 )
 from trainwright.distributed.ddp import DDP
-from trainwright.fit import arguments, opening
+from trainwright.fit import arguments
 from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
@@ -332,6 +332,7 @@ class Trainer(Generic[M]):
         A dict of several sets gives `<name>_<key>_loss` for each.
         """
         from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
+        from trainwright.fit import opening
 
         return passes.evaluate_sets(self, opening.open_sets(self, data, name, batch_size=batch_size))
 
@@ -339,6 +340,7 @@ class Trainer(Generic[M]):
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
         from trainwright.evaluation.predictions import predict
+        from trainwright.fit import opening
 
         return predict(self, opening.open_one(self, data, "predict", batch_size=batch_size))
 
@@ -348,6 +350,7 @@ class Trainer(Generic[M]):
     ) -> Report:
         """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
         from trainwright.evaluation.reports import report
+        from trainwright.fit import opening
 
         return report(self, opening.open_one(self, data, "report", batch_size=batch_size), kind=kind, names=names)
 
@@ -364,6 +367,7 @@ class Trainer(Generic[M]):
         batch_size: int | None = None,
     ) -> Plan:
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
+        from trainwright.fit import opening
         from trainwright.schedules.rates import bind_rates
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates)
