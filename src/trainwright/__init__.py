@@ -74,9 +74,7 @@ if TYPE_CHECKING:
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.folds import CrossValidation, Fold
     from trainwright.tools.lr_search import LRRange, find_lr
-    from trainwright.tools.masking import mask_weights
     from trainwright.tools.overfit import Overfit, overfit_batches
-    from trainwright.tools.pruning import remove_channels, shrink
     from trainwright.tools.scaling import linear_scaled, sqrt_scaled
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.smoke import FastRun, smoke_run
@@ -127,9 +125,7 @@ else:
         "tools.folds": ("CrossValidation", "Fold"),
         "tools.batch_search": ("LargestBatch", "find_batch_size"),
         "tools.lr_search": ("LRRange", "find_lr"),
-        "tools.masking": ("mask_weights",),
         "tools.overfit": ("Overfit", "overfit_batches"),
-        "tools.pruning": ("remove_channels", "shrink"),
         "tools.scaling": ("linear_scaled", "sqrt_scaled"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
@@ -265,7 +261,6 @@ __all__ = [
     "launch",
     "linear_scaled",
     "load_weights",
-    "mask_weights",
     "mode",
     "muon",
     "nest",
@@ -276,12 +271,10 @@ __all__ = [
     "param_groups",
     "prefetch",
     "read_journal",
-    "remove_channels",
     "save_weights",
     "sgd",
     "shard",
     "sharded",
-    "shrink",
     "smoke_run",
     "sqrt_scaled",
     "summary",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright import EMA, ClipNorm, OneCycle, Trainer, accuracy, batches, shrink, summary
+from trainwright import EMA, ClipNorm, OneCycle, Trainer, accuracy, batches, summary
 
 APART = torch.device("apart", 0)
 
@@ -76,9 +76,6 @@ def check_tools() -> None:
     """A batch of the host is taken to where the model lies, and a part that was left on the host is named."""
     model, images = network().to(APART), torch.randn(6, 1, 8, 8)
     assert summary(model, images, on="device")[""].flops == summary(model, images)[""].flops > 0
-    smaller = shrink(model, images, 0.5, layers="0")
-    assert {one.device for one in smaller.model.parameters()} == {APART}
-    assert smaller.model(images.to(APART)).shape == (6, 3)
     model[5] = nn.Linear(144, 3)
     trainer = Trainer(model, torch.optim.SGD(model.parameters()), nn.CrossEntropyLoss(), console=False)
     try:
