@@ -1,23 +1,23 @@
-"""Search for settings on handwritten digits: a grid, then Bayesian search with pruning, a limit and a study on disk.
+"""Search for settings on handwritten digits with Optuna: a grid, then Bayesian search with pruning and a study on disk.
 
 Needs     pip install "trainwright[tune]"
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 to judge settings by, 400 to judge the best by
 Time      10 to 15 seconds on one CPU core (--smoke: few trials of two epochs, less)
 Expected  the best of 40 trials gets at least 97 % of the judging digits right, and 94 % of those to test by
-Writes    runs/tune_digits.db, the study: start again after Ctrl-C or a crash, and it goes on (--smoke: nothing stays)
+Writes    runs/tune_digits.db, the study: start again after Ctrl-C or a crash, and it continues (--smoke: nothing stays)
 """
 
+import os
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
 
+import optuna
 import torch
-from optuna.pruners import MedianPruner
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trainwright import Observer, OneCycle, Pruning, Trainer, accuracy, batches, constrain, tune
+from trainwright import NonFiniteError, Observer, OneCycle, Trainer, Validation, accuracy, batches
 
 SMOKE = "--smoke" in sys.argv
 EPOCHS = 2 if SMOKE else 12
@@ -28,6 +28,25 @@ digits = torch.tensor(pixels, dtype=torch.float32) / 16
 classes = torch.tensor(targets)
 order = torch.randperm(len(digits), generator=torch.Generator().manual_seed(0))
 training, judging, testing = ((digits[rows], classes[rows]) for rows in (order[:1000], order[1000:1397], order[1397:]))
+
+
+class Pruning(Observer):
+    """Reports a number to an Optuna trial after each epoch, and ends the run where the pruner says so.
+
+    It changes no number of the run: it raises `optuna.TrialPruned`, which leaves `fit` as any error of yours would.
+    """
+
+    def __init__(self, trial: optuna.Trial, monitor: str) -> None:
+        self.trial, self.monitor = trial, monitor
+
+    def on_epoch(self, record: Validation) -> None:
+        """Report the number of this epoch; the last row of a run (`final`) repeats one."""
+        if record.final or self.monitor not in record.metrics:
+            return
+        value = record.metrics[self.monitor]
+        self.trial.report(value, record.epoch)
+        if self.trial.should_prune():
+            raise optuna.TrialPruned(f"{self.monitor} {value:.4g} after epoch {record.epoch}")
 
 
 def make_trainer(width: int, lr: float, dropout: float, *observers: Observer) -> Trainer[nn.Sequential]:
@@ -56,37 +75,55 @@ def fit(trainer: Trainer[nn.Sequential]) -> float:
     return trainer.fit(train, batches(judging, 397), epochs=EPOCHS).history[-1]["val_accuracy"]
 
 
-def objective(trial: Any) -> float:
+def objective(trial: optuna.Trial) -> float:
+    torch.manual_seed(trial.number)  # each trial has a random state of its own, also after a restart
     width = trial.suggest_int("width", 16, 256, log=True)
     lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
     dropout = trial.suggest_float("dropout", 0.0, 0.5)
     trainer = make_trainer(width, lr, dropout, Pruning(trial, "val_accuracy"))
-    constrain(trial, "parameters", sum(one.numel() for one in trainer.model.parameters()), at_most=MOST_PARAMETERS)
-    return fit(trainer)
+    if sum(one.numel() for one in trainer.model.parameters()) > MOST_PARAMETERS:
+        raise optuna.TrialPruned("too many parameters")  # before it is trained
+    try:
+        return fit(trainer)
+    except NonFiniteError as error:
+        raise optuna.TrialPruned(str(error)) from error
+
+
+def search(storage: Path, trials: int) -> optuna.Study:
+    """Continue the study on disk until it has `trials` finished trials; return it."""
+    study = optuna.create_study(
+        study_name="digits",
+        storage=f"sqlite:///{storage}",
+        direction="maximize",  # as it is best for `val_accuracy`: the pruner reads the direction too
+        pruner=optuna.pruners.MedianPruner(n_warmup_steps=4),  # the schedule warms up: the first epochs say little
+        load_if_exists=True,
+    )
+    finished = [trial for trial in study.trials if trial.state.is_finished()]
+    study.sampler = optuna.samplers.TPESampler(seed=len(finished))  # another seed after a restart: no trial again
+    study.optimize(objective, n_trials=max(0, trials - len(finished)))
+    return study
 
 
 def main(storage: Path) -> None:
+    if "WORLD_SIZE" in os.environ:
+        sys.exit("a search is of one process: each of several would search for itself. Run python tune_digits.py")
     torch.set_num_threads(1)  # a network this small gains nothing from more
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    storage.parent.mkdir(parents=True, exist_ok=True)
 
-    print("A grid: every combination.")
-    tune(
-        objective,
-        mode="max",
-        grid={"width": [32, 64, 128], "lr": [1e-3, 1e-2], "dropout": [0.1]},
-        trials=2 if SMOKE else None,
-        seed=0,
-    )
+    grid = {"width": [32, 64], "lr": [1e-3, 1e-2], "dropout": [0.1]}
+    every = optuna.create_study(direction="maximize", sampler=optuna.samplers.GridSampler(grid, seed=0))
+    every.optimize(objective, n_trials=2 if SMOKE else None)
+    print(f"The best of a grid of {len(every.trials)} trials: {every.best_value:.1%} with {every.best_params}")
 
-    print("\nBayesian search, stopped after a few trials.")
-    pruner = MedianPruner(n_warmup_steps=4)  # the schedule warms up: the first epochs say little
-    tune(objective, mode="max", trials=2 if SMOKE else 12, pruner=pruner, storage=storage, seed=0)
-    print("\nThe same study, which goes on where it was.")
-    found = tune(objective, mode="max", trials=4 if SMOKE else 40, pruner=pruner, storage=storage, seed=0)
-
-    print("\nThe best first:", *str(found).splitlines()[:6], sep="\n")
-    if found.best is not None:
+    search(storage, trials=2 if SMOKE else 12)  # stopped after a few trials
+    study = search(storage, trials=4 if SMOKE else 40)  # and continued: here by the next call, as well by the next run
+    states = [trial.state.name.lower() for trial in study.trials]
+    print(f"Bayesian search: {', '.join(f'{states.count(one)} {one}' for one in dict.fromkeys(states))}")
+    if "complete" in states:
+        print(f"The best: {study.best_value:.1%} with {study.best_params}")
         torch.manual_seed(0)
-        best = make_trainer(**found.best.settings)
+        best = make_trainer(**study.best_params)
         fit(best)
         right = best.evaluate(batches(testing, 400), name="test")["test_accuracy"]
         print(f"\n{right:.1%} of the test digits are right")

@@ -57,7 +57,6 @@ if TYPE_CHECKING:
     from trainwright.observers.loggers.tensorboard import TensorBoardLogger
     from trainwright.observers.probes import Probe
     from trainwright.observers.profiler import Profile
-    from trainwright.observers.pruning import Pruning
     from trainwright.observers.statistics import Statistics
     from trainwright.observers.throughput import Throughput
     from trainwright.optim.averaging import EMA, SWA, AveragedWeights, WeightAveraging
@@ -79,8 +78,6 @@ if TYPE_CHECKING:
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.smoke import FastRun, smoke_run
     from trainwright.tools.summary import summary
-    from trainwright.tools.tried import Tried, Tuned
-    from trainwright.tools.tune import constrain, tune
 else:
     _LATER = {
         "distributed.batch_layout": ("Slice",),
@@ -95,7 +92,6 @@ else:
         "observers.journal": ("Journal", "journal_to_csv", "read_journal"),
         "observers.probes": ("Probe",),
         "observers.profiler": ("Profile",),
-        "observers.pruning": ("Pruning",),
         "observers.statistics": ("Statistics",),
         "observers.loggers.tensorboard": ("TensorBoardLogger",),
         "observers.throughput": ("Throughput",),
@@ -129,8 +125,6 @@ else:
         "tools.scaling": ("linear_scaled", "sqrt_scaled"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
-        "tools.tried": ("Tried", "Tuned"),
-        "tools.tune": ("constrain", "tune"),
     }
     """The names of what a run may well do without, by their modules: imported when they are first asked for."""
 
@@ -209,7 +203,6 @@ __all__ = [
     "Probe",
     "Profile",
     "Progress",
-    "Pruning",
     "Report",
     "Result",
     "Saved",
@@ -233,8 +226,6 @@ __all__ = [
     "TorchSchedule",
     "Trainer",
     "TrainwrightError",
-    "Tried",
-    "Tuned",
     "Update",
     "Updates",
     "Validation",
@@ -249,7 +240,6 @@ __all__ = [
     "batches",
     "bucketed",
     "checkpoint_activations",
-    "constrain",
     "count_flops",
     "cross_validate",
     "deterministic",
@@ -280,7 +270,6 @@ __all__ = [
     "summary",
     "together",
     "top_k",
-    "tune",
     "unfreeze",
     "windows",
 ]
