@@ -33,10 +33,10 @@ from trainwright import (
     accuracy,
     batches,
     load_weights,
-    mode,
     save_weights,
     windows,
 )
+from trainwright.modules import training_mode
 
 
 def digits() -> tuple[Batches, Batches]:
@@ -54,7 +54,7 @@ def network() -> nn.Module:
 
 def evaluate(model: nn.Module, data: Batches, precision: MixedPrecision) -> dict[str, float]:
     loss, right, rows = 0.0, 0, 0
-    with mode(model, train=False), torch.no_grad(), precision.autocast("cpu") or nullcontext():
+    with training_mode(model, False), torch.no_grad(), precision.autocast("cpu") or nullcontext():
         for images, classes in data:
             output = model(images)
             loss += F.cross_entropy(output, classes, reduction="sum").item()

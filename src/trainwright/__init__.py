@@ -22,7 +22,6 @@ from trainwright.data.row_batches import Batches
 from trainwright.distributed.ddp import DDP
 from trainwright.metrics.metrics import Derived, accuracy, over_all, top_k
 from trainwright.modules.freezing import freeze, unfreeze
-from trainwright.modules.modes import mode
 from trainwright.observers.console import Console
 from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.gradients import Gradients
@@ -251,7 +250,6 @@ __all__ = [
     "launch",
     "linear_scaled",
     "load_weights",
-    "mode",
     "muon",
     "nest",
     "over_all",

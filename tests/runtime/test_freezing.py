@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.core.errors import SettingError
 from trainwright.modules.freezing import freeze, held, unfreeze
-from trainwright.modules.modes import evaluating, mode, wake
+from trainwright.modules.modes import evaluating, training_mode, wake
 
 
 class Net(nn.Module):
@@ -282,10 +282,10 @@ def test_a_mode_holds_inside_and_each_module_has_its_own_again_also_after_an_err
     model.head.eval()
     before = modes(model)
     inside = {name for name, _ in model.named_modules()} - NORMS if train else set()
-    with mode(model, train=train):
+    with training_mode(model, train):
         assert modes(model) == inside
     assert modes(model) == before
-    with pytest.raises(RuntimeError, match="own"), mode(model, train=train):
+    with pytest.raises(RuntimeError, match="own"), training_mode(model, train):
         raise RuntimeError("own")
     assert modes(model) == before
 
@@ -337,5 +337,5 @@ def test_an_unknown_norm_is_refused_before_anything_is_frozen():
 
 
 def test_a_mode_that_is_no_bool_is_refused():
-    with pytest.raises(TypeError, match="True or False"), mode(Net(), train="eval"):
+    with pytest.raises(TypeError, match="True or False"), training_mode(Net(), "eval"):
         pass

@@ -1,1 +1,17 @@
-"""Functions on a user's `nn.Module`: modes, freezing, parameter matching, activation checkpointing, FLOPs."""
+"""Functions on a user's `nn.Module`: what changes in a model besides its weights, and how it is restored.
+
+Read in this order:
+- `modes.py`: train and eval mode; contexts that restore modes, gradients and buffers (`training_mode`).
+- `freezing.py`: parameters and norm layers that are not trained (`freeze`, `unfreeze`); `matching.py` finds the modules
+  and parameters that a name, a glob, a class or a predicate selects.
+- `activations.py`: activation checkpointing of blocks (`checkpoint_activations`).
+- `flops.py`: floating-point operations, counted on the meta device (`count_flops`).
+- `peak_memory.py`: the most bytes that are alive at once, by a device's allocator or by the tensors that are made.
+- `dtensors.py`: shards of an FSDP model that a pass has gathered.
+
+What these functions change in a module is undone by their counterpart or at the end of their context, also on an error.
+"""
+
+from trainwright.modules.modes import training_mode
+
+__all__ = ["training_mode"]

@@ -21,14 +21,14 @@ _TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
 
 
 @contextmanager
-def mode(module: nn.Module, *, train: bool) -> Iterator[None]:
-    """Train or eval mode inside; afterwards every module has its own mode again, also after an error.
+def training_mode(module: nn.Module, train: bool) -> Iterator[None]:
+    """Train mode (True) or eval mode (False) inside; each module has its own mode again afterwards, also on an error.
 
     Layers that `freeze` holds in eval mode stay there.
     """
     if not isinstance(train, bool):
         raise TypeError(
-            message(f"mode(module, train={train!r})", want="True or False", fix="mode(module, train=False)")
+            message(f"training_mode(module, {train!r})", want="True or False", fix="training_mode(module, False)")
         )
     modes = [(each, each.training) for each in inside(module)]
     try:

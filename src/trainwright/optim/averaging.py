@@ -24,7 +24,7 @@ from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import BatchNorm, buffer_dict, version_of
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks, reshard
-from trainwright.modules.modes import mode
+from trainwright.modules.modes import training_mode
 from trainwright.schedules.lengths import Length, check_length
 
 Fold = Callable[[list[Tensor], list[Tensor], int], object]
@@ -580,7 +580,7 @@ def _training(model: nn.Module, in_eval: Collection[str]) -> Iterator[None]:
         if buffer is not None
     ]
     try:
-        with mode(model, train=True):
+        with training_mode(model, True):
             for name, module in model.named_modules():
                 if name in in_eval:
                     module.training = False
