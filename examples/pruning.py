@@ -73,9 +73,11 @@ def is_masked(module: nn.Module) -> bool:
 
 def magnitudes(layer: Any) -> Tensor:
     """Return the absolute weights; below zero where they are masked already."""
-    if not is_masked(layer):
-        return layer.weight.detach().abs().double().cpu()
-    return layer.weight_orig.detach().abs().masked_fill(layer.weight_mask == 0, -1).double().cpu()
+    weight: Tensor = layer.weight_orig if is_masked(layer) else layer.weight
+    worth = weight.detach().abs().double()
+    if is_masked(layer):
+        worth[layer.weight_mask == 0] = -1
+    return worth.cpu()
 
 
 @dataclass

@@ -111,7 +111,7 @@ def main(storage: Path) -> None:
     optuna.logging.set_verbosity(optuna.logging.WARNING)
     storage.parent.mkdir(parents=True, exist_ok=True)
 
-    grid = {"width": [32, 64], "lr": [1e-3, 1e-2], "dropout": [0.1]}
+    grid: dict[str, list[float]] = {"width": [32, 64], "lr": [1e-3, 1e-2], "dropout": [0.1]}
     every = optuna.create_study(direction="maximize", sampler=optuna.samplers.GridSampler(grid, seed=0))
     every.optimize(objective, n_trials=2 if SMOKE else None)
     print(f"The best of a grid of {len(every.trials)} trials: {every.best_value:.1%} with {every.best_params}")

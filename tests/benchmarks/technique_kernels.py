@@ -29,7 +29,7 @@ from technique_measuring import (
 from torch import Tensor, nn
 
 from trainwright import checkpoint_activations
-from trainwright.modules.tensor_memory import Living
+from trainwright.modules.peak_memory import LiveTensors
 
 SCRIPT = """
 import time, torch
@@ -201,7 +201,7 @@ def peak(model: nn.Module, run: Callable[[], Any]) -> int:
     """The most bytes that a computation holds beside the model and its gradients."""
     model.zero_grad(set_to_none=True)
     held: list[Tensor] = [*model.parameters(), *model.buffers()]
-    with Living(held) as living:
+    with LiveTensors(held) as living:
         returned = run()
     del returned
     model.zero_grad(set_to_none=True)

@@ -34,14 +34,13 @@ def passed(model: nn.Module, x: torch.Tensor, *, autocast: bool) -> tuple[list[t
     return [*(p.grad for p in model.parameters()), *model.buffers(), torch.rand(3, device=x.device)], kept
 
 
-@pytest.mark.parametrize("policy", [None, "matmuls"])
 @pytest.mark.parametrize("autocast", [False, True])
-def test_gradients_statistics_and_draws_are_the_same(device, deterministic, policy, autocast) -> None:
+def test_gradients_statistics_and_draws_are_the_same(device, deterministic, autocast) -> None:
     plain = net().to(device)
     recomputed = copy.deepcopy(plain)
-    checkpoint_activations(recomputed, nn.Sequential, policy=policy)
+    checkpoint_activations(recomputed, nn.Sequential)
     x = torch.randn(4096, 64, device=device)
     theirs, kept = passed(plain, x, autocast=autocast)
     ours, less = passed(recomputed, x, autocast=autocast)
     assert all(torch.equal(one, other) for one, other in zip(ours, theirs, strict=True))
-    assert less < (0.2 if policy is None else 0.8) * kept
+    assert less < 0.2 * kept

@@ -140,16 +140,6 @@ def all_reduce(value: Tensor, how: str, group_name: str) -> Tensor:
     return reduced
 
 
-def is_operator(value: object) -> bool:
-    """Whether an object is an operator as selective checkpointing takes it: `torch.ops.aten.mm.default`."""
-    return isinstance(value, torch._ops.OpOverload | torch._ops.HigherOrderOperator)
-
-
-def operator_name(operator: Any) -> str:
-    """The name of an operator with its namespace and overload, as in "aten::mm"."""
-    return str(getattr(operator, "_schema", operator)).split("(")[0]
-
-
 # Optimizers.
 
 

@@ -1,149 +1,92 @@
-"""Recompute the insides of a model's blocks in the backward instead of keeping them: activation checkpointing."""
+"""Activation checkpointing: blocks keep only their inputs for the backward, which recomputes their activations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
-from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
-from trainwright.core.checks import check_whole
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError, StepError, message
+from trainwright.core.rng import host_random_state, set_random_state
 from trainwright.core.suggestions import suggests
-from trainwright.core.torch_private import is_compiled, is_operator, operator_name
-from trainwright.modules.dry_run import Given, PassMemory, measured, somewhere
+from trainwright.core.torch_private import buffer_dict, is_compiled, parameter_dict, version_of
+from trainwright.core.trees import inside
+from trainwright.modules.freezing import has_running_statistics
 from trainwright.modules.matching import Blocks, described, find_blocks
-from trainwright.modules.replay import Replay
-
-Policy = Literal["matmuls"] | Collection[Any] | Callable[..., Any]
-"""What is kept all the same: see `checkpoint_activations`."""
-_MATMULS = (
-    *("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_mm", "_scaled_dot_product_cudnn_attention"),
-    *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
-    "_scaled_dot_product_efficient_attention",
-)
-"""Operations of aten whose results take long to compute again."""
 
 
 @suggests
-def checkpoint_activations(
-    model: nn.Module, blocks: Blocks | None = None, *, policy: Policy | None = None, every: int = 1
-) -> Checkpointed:
-    """Keep only the inputs of blocks for the backward, which computes their insides again; return what undoes it.
+def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> CheckpointedBlocks:
+    """Run blocks of a model under `torch.utils.checkpoint.checkpoint`, in place; return the handle that undoes it.
 
     `blocks`: a class of modules or several, names or globs over the names of modules ("layers.*"), or a predicate of
     name and module; None: the classes with modules inside that the model has three times or more. Of blocks inside
-    one another the outer ones count. `every=2` takes every second one. `policy`: what is kept all the same:
-    "matmuls" keeps the results of matrix products, convolutions and attention; a collection of operations
-    (`torch.ops.aten.mm.default`), or a function as torch's `create_selective_checkpoint_contexts` takes it.
+    one another the outer ones count.
 
-    Gradients are the same to the last bit: random draws (torch, Python, NumPy) are repeated, autocast is as it was,
-    running statistics and other buffers move once, and attributes that a forward sets are set once. A forward whose
-    result hangs on anything else that changes, or that adds to a list, is not for recomputing. StepError where a
-    weight has changed between forward and backward, which torch would not notice.
+    Gradients are the same to the last bit. Torch repeats its random draws and autocast; beyond that, draws of Python
+    and NumPy are repeated, running statistics and other buffers change once, and plain attributes that a forward sets
+    are set once. A forward whose result depends on anything else that changes, or that adds to a list, cannot be
+    recomputed. StepError where a weight has changed between forward and backward, which torch does not notice.
 
-    The model is changed in place, without wrappers: names in its `state_dict` stay. Passes without gradients run as
-    before. SettingError where nothing is found, a module is compiled already, or is recomputed already.
+    There are no wrappers: names in the `state_dict` stay. Passes without gradients run as before. SettingError where
+    no block is found, a module is compiled already, or is recomputed already.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(message(f"checkpoint_activations({model!r})", want="a torch.nn.Module"))
-    check_whole(every, f"checkpoint_activations(every={every!r})", fix="every=2: each second")
-    keeps = _checked_policy(policy)
-    found = dict(list(find_blocks(model, blocks, "checkpoint_activations").items())[::every])
+    found = find_blocks(model, blocks, "checkpoint_activations")
     _check_free(model, found)
     for module in found.values():
-        vars(module)["forward"] = _Recomputed(module, vars(module).get("forward"), keeps).forward
-    return Checkpointed(model, tuple(found), described(found), _policy_name(policy))
+        vars(module)["forward"] = _Recomputed(module, vars(module).get("forward")).forward
+    return CheckpointedBlocks(model, tuple(found), described(found))
 
 
 @dataclass(frozen=True)
-class Checkpointed:
-    """Blocks of a model that are recomputed; leaving it as a context, or `remove`, has them kept again."""
+class CheckpointedBlocks:
+    """Blocks of a model that are recomputed, until `remove` or the end of this context."""
 
     model: nn.Module = field(repr=False)
     names: tuple[str, ...]
     """The names of the blocks."""
-    what: str
-    """How many of which classes."""
-    policy: str
-    """What is kept of their insides."""
+    classes: str
+    """How many blocks of which classes."""
 
     def __str__(self) -> str:
-        """One line."""
-        return f"recomputes {self.what}, keeps {self.policy} of their insides"
+        """Return one line."""
+        return f"recomputes {self.classes}"
 
-    def __enter__(self) -> Checkpointed:
+    def __enter__(self) -> CheckpointedBlocks:
         """Return itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Have the blocks kept again."""
+        """Store the activations of the blocks again."""
         self.remove()
 
     def remove(self) -> None:
-        """Have the insides of the blocks kept again; nothing happens where that is so already."""
+        """Store the activations of the blocks again. No-op where that is so already."""
         modules = dict(self.model.named_modules())
         for name in self.names:
             if name in modules:
-                release(modules[name])
-
-    def memory(self, *inputs: Any, **keywords: Any) -> Saving:
-        """Return what `model(*inputs, **keywords)` and its backward take, with the blocks recomputed and without.
-
-        On copies of the model, without a trace: on the meta device, or where the model cannot run there on its own,
-        with a copy of its weights.
-        """
-        given = Given(inputs, keywords)
-
-        def both(on: torch.device | None) -> list[PassMemory]:
-            plain = measured(self.model, given, on=on, prepare=lambda run: release_all(run.twin))
-            return [plain, measured(self.model, given, on=on)]
-
-        (plain, recomputed), note = somewhere(both)
-        return Saving(plain, recomputed, note)
-
-
-@dataclass(frozen=True)
-class Saving:
-    """What recomputing gives and costs."""
-
-    plain: PassMemory
-    recomputed: PassMemory
-    note: str = ""
-    """Why it was not measured on the meta device, where it was not."""
-
-    @property
-    def kept(self) -> int:
-        """Bytes that a forward leaves for the backward, and no longer does."""
-        return self.plain.kept - self.recomputed.kept
-
-    @property
-    def operations(self) -> float:
-        """Floating-point operations of forward and backward, as a multiple of those without recomputing."""
-        return self.recomputed.flops / self.plain.flops if self.plain.flops else 1.0
-
-    def __str__(self) -> str:
-        """One line."""
-        plain, now = self.plain, self.recomputed
-        share = f" ({self.kept / plain.kept:.0%} less)" if plain.kept else ""
-        peak = f"peak {now.peak:,} instead of {plain.peak:,}"
-        return f"{now.kept:,} bytes kept for the backward instead of {plain.kept:,}{share}, {peak}, " + (
-            f"{self.operations:.2f} times the operations"
-        )
+                _release(modules[name])
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Whether `checkpoint_activations` holds for this very module."""
+    """Return whether this very module is one of the blocks of `checkpoint_activations`."""
     return isinstance(getattr(vars(module).get("forward"), "__self__", None), _Recomputed)
 
 
-def release(module: nn.Module) -> None:
-    """Have the insides of one module kept again."""
+def release_all(model: nn.Module) -> None:
+    """Store the activations of all blocks in a model again."""
+    for module in model.modules():
+        _release(module)
+
+
+def _release(module: nn.Module) -> None:
     if is_recomputed(module):
         own = vars(module)["forward"].__self__.own
         if own is None:
@@ -152,27 +95,17 @@ def release(module: nn.Module) -> None:
             vars(module)["forward"] = own
 
 
-def release_all(model: nn.Module) -> None:
-    """Have the insides of all modules in a model kept again."""
-    for module in model.modules():
-        release(module)
-
-
 class _Recomputed:
-    """Has the `forward` that stands in the place of a module's own.
+    """Holds the `forward` that replaces a module's own.
 
-    It lies among the module's own attributes, bound to this object, so that copies and pickles of the module refer to
-    themselves; and what is around a forward, hooks and the gathering of shards, is not repeated with it.
+    It is among the module's own attributes, bound to this object, so that copies and pickles of the module refer to
+    themselves; hooks and the gathering of shards, which are around a forward, are not repeated with it.
     """
 
-    def __init__(
-        self, module: nn.Module, own: Callable[..., Any] | None, keeps: Callable[..., Any] | None = None
-    ) -> None:
+    def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
         self.module = module
         self.own = own
         """The forward that the instance had before, where it had one of its own."""
-        self.keeps = keeps
-        """As `create_selective_checkpoint_contexts` takes it; None: nothing."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
@@ -181,7 +114,7 @@ class _Recomputed:
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it, and again in the backward."""
+        """Run it now, and again in the backward."""
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         names = tuple(kwargs)
@@ -190,81 +123,95 @@ class _Recomputed:
             n = len(values) - len(names)
             return self.plain(*values[:n], **dict(zip(names, values[n:], strict=True)))
 
-        values = (*args, *kwargs.values())  # torch watches over tensors that are given by position alone
+        values = (*args, *kwargs.values())  # torch checks the versions of tensors that are given by position alone
         if torch.compiler.is_compiling():  # the graph has each change of a buffer once
-            if self.keeps is None:
-                return checkpoint(run, *values, use_reentrant=False)
-            contexts = partial(create_selective_checkpoint_contexts, self.keeps)
-            return checkpoint(run, *values, use_reentrant=False, context_fn=contexts)
-        replay = Replay(self.module)
-        output = checkpoint(run, *values, use_reentrant=False, context_fn=partial(_contexts, replay, self.keeps))
-        replay.forward_done()
+            return checkpoint(run, *values, use_reentrant=False)
+        first = _FirstForward(self.module)
+        output = checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), first))
+        first.done()
         return output
 
 
-def _contexts(
-    replay: Replay, keeps: Callable[..., Any] | None
-) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    if keeps is None:
-        return nullcontext(), replay
-    first, again = create_selective_checkpoint_contexts(keeps)
-    return first, _Both(replay, again)
+_PLAIN = frozenset((bool, int, float, str, type(None)))
+"""Attributes that hold no tensor of another step alive: a mode, a counter, a rate of dropout."""
 
 
-class _Both:
-    """Two contexts in one, to be entered again for each backward."""
+class _FirstForward:
+    """The state of a module when a forward began; entered as a context around each repetition of that forward.
 
-    def __init__(self, outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> None:
-        self._outer, self._inner = outer, inner
+    Made before the forward; `done` is called after it. Inside the context the module's modes and plain attributes have
+    their values of then, and its buffers are copies of their values of then, so that each changes once. The results of
+    a norm layer in train mode do not depend on its running statistics: those are copied as they are.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._parts = inside(module)
+        self._module = module
+        self._weights = [
+            (p, _version(p)) for part in self._parts for p in parameter_dict(part).values() if p is not None
+        ]
+        self._buffers: list[tuple[nn.Module, str, Tensor, int, Tensor]] = [
+            (part, name, buffer, _version(buffer), buffer.detach().clone())
+            for part in self._parts
+            for name, buffer in buffer_dict(part).items()
+            if buffer is not None and not _moves_statistics(part)
+        ]
+        self._plain = [{k: v for k, v in vars(part).items() if type(v) in _PLAIN} for part in self._parts]
+        self._draws = host_random_state()
+        self._found: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._draws_now: dict[str, Any] = {}
+
+    def done(self) -> None:
+        """Drop copies of buffers that the forward has not changed."""
+        self._buffers = [
+            found
+            for found in self._buffers
+            if buffer_dict(found[0]).get(found[1]) is not found[2] or _version(found[2]) != found[3]
+        ]
 
     def __enter__(self) -> None:
-        self._outer.__enter__()
-        try:
-            self._inner.__enter__()
-        except BaseException:
-            self._outer.__exit__(None, None, None)
-            raise
+        self._check_weights()
+        self._draws_now = host_random_state()
+        for part in self._parts:
+            self._found += [(vars(part), dict(vars(part))), (buffer_dict(part), dict(buffer_dict(part)))]
+        for part, plain in zip(self._parts, self._plain, strict=True):
+            vars(part).update(plain)
+            if _moves_statistics(part):
+                for name, buffer in buffer_dict(part).items():
+                    buffer_dict(part)[name] = None if buffer is None else buffer.detach().clone()
+        for part, name, _, _, before in self._buffers:
+            buffer_dict(part)[name] = before.clone()
+        set_random_state(self._draws)
 
-    def __exit__(self, *error: Any) -> None:
-        try:
-            self._inner.__exit__(*error)
-        finally:
-            self._outer.__exit__(*error)
+    def __exit__(self, *error: object) -> None:
+        set_random_state(self._draws_now)
+        for held, before in self._found:
+            for key in [key for key in held if key not in before]:
+                del held[key]
+            for key, value in before.items():
+                if held.get(key, held) is not value:
+                    held[key] = value
+        self._found.clear()
 
-
-def _keeps_listed(operations: frozenset[Any], _: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    return operation in operations
-
-
-def _keeps_named(names: frozenset[str], _: Any, operation: Any, *args: Any, **kwargs: Any) -> bool:
-    kind, _, name = operator_name(operation).partition("::")
-    return kind == "aten" and name.split(".")[0] in names
-
-
-def _checked_policy(policy: Policy | None) -> Callable[..., Any] | None:
-    if policy is None:
-        return None
-    if policy == "matmuls":
-        return partial(_keeps_named, frozenset(_MATMULS))
-    if isinstance(policy, Collection) and not isinstance(policy, str) and policy:
-        wrong = [one for one in policy if not is_operator(one)]
-        if not wrong:
-            return partial(_keeps_listed, frozenset(policy))
-    elif callable(policy):
-        return policy
-    raise SettingError(
-        f"checkpoint_activations(policy={policy!r})",
-        want='None, "matmuls", operations such as torch.ops.aten.mm.default, or a function that torch asks',
-        fix='policy="matmuls"',
-    )
+    def _check_weights(self) -> None:
+        for parameter, version in self._weights:
+            if _version(parameter) != version:
+                names = (name for name, one in self._module.named_parameters() if one is parameter)
+                what = f"{next(names, 'a weight')} of a recomputed {type(self._module).__name__} has changed"
+                raise StepError(
+                    f"{what} between its forward and its backward",
+                    want="the weights that the forward had",
+                    fix="call backward before the optimizer's step, or leave the block out of blocks=",
+                )
 
 
-def _policy_name(policy: Policy | None) -> str:
-    if policy is None:
-        return "nothing"
-    if isinstance(policy, str):
-        return f"the results of {policy}"
-    return "what a function says" if callable(policy) else "the results of " + ", ".join(map(str, policy))
+def _moves_statistics(module: nn.Module) -> bool:
+    """Return whether a forward moves running statistics, whose changes torch does not version."""
+    return module.training and has_running_statistics(module)
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else version_of(tensor)
 
 
 def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
@@ -280,7 +227,7 @@ def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _pairs(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
-    """Each module that lies in a block, is one, or has one inside, with its name and that of the block."""
+    """Yield each module that is in a block, is one, or contains one, with its name and that of the block."""
     for around, block in found.items():
         for name, module in block.named_modules(prefix=around):
             yield name, around, module

@@ -1,33 +1,37 @@
-"""Measures the most memory that a piece of work takes: by the allocator of a device, else by what tensors it makes."""
+"""Peak memory of a piece of work: by the allocator of a CUDA device, else by counting the storages that are alive."""
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
 from trainwright.core.memory import free_memory, left_on
-from trainwright.core.torch_private import storage_id
+from trainwright.core.torch_private import TorchDispatchMode, sparse_parts, storage_id
+from trainwright.core.trees import tensors_in
+
+T = TypeVar("T")
 
 
 class Peaks(Protocol):
-    """Measures the most memory in use while a context lasts."""
+    """Measures the peak of memory in a context."""
 
     what: str
-    """What is measured, in words."""
+    """The measured quantity, in words."""
     peak: int
-    """Bytes at most, in the last context; what was there before it is in them."""
+    """Bytes at most in the last context, those that were allocated before it included."""
 
     refuses: bool
-    """Whether the device itself says no in time; else a budget must be kept to."""
+    """Whether the device raises an out-of-memory error in time; else the caller must respect a budget."""
 
     def left(self) -> int | None:
-        """Bytes that tensors may take here in all, those that there are included; None where nobody can tell."""
+        """Return the bytes that tensors may take here in all, present ones included; None where that is unknown."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Measure inside."""
@@ -35,7 +39,7 @@ class Peaks(Protocol):
 
 
 class AllocatorPeaks:
-    """What torch's allocator of a CUDA device had given out at most."""
+    """The peak of torch's allocator of a CUDA device."""
 
     what = "torch.cuda.max_memory_allocated"
     refuses = True
@@ -44,7 +48,7 @@ class AllocatorPeaks:
         self._device, self.peak = device, 0
 
     def left(self) -> int | None:
-        """What is free for this process, and what tensors take already."""
+        """Return the bytes that are free for this process, plus those of present tensors."""
         free_memory(self._device)
         return left_on(self._device) + int(torch.cuda.memory_allocated(self._device))
 
@@ -61,9 +65,9 @@ class AllocatorPeaks:
 
 
 class TensorPeaks:
-    """The bytes of all tensors that operations have made and that were alive at once, beside those that are `known`.
+    """The peak of the bytes of tensors that are alive at once, those of `known` included.
 
-    What a kernel needs for itself is not seen, nor what lies outside of tensors.
+    Workspaces of kernels are not seen, nor memory outside of tensors.
     """
 
     what = "the bytes of tensors that were alive at once"
@@ -74,17 +78,15 @@ class TensorPeaks:
         self._known = list({storage_id(tensor.untyped_storage()): tensor for tensor in known}.values())
 
     def left(self) -> int | None:
-        """Half of the memory that the system, and the control group of this process, have left on a CPU."""
+        """Return half of the memory that the system, and the control group of this process, have left on a CPU."""
         free = _free_on_the_host() if self._device.type == "cpu" else None
         return None if free is None else free // 2 + self._before
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure inside."""
-        from trainwright.modules.tensor_memory import Living
-
         free_memory(self._device)
-        living = Living(self._known)
+        living = LiveTensors(self._known)
         try:
             with living:
                 yield
@@ -97,20 +99,20 @@ class TensorPeaks:
 
 
 PEAKS: dict[str, Callable[[torch.device, Iterable[Tensor]], Peaks]] = {"cuda": AllocatorPeaks}
-"""What measures, by device type; elsewhere tensors are counted."""
+"""The class that measures, by device type; TensorPeaks for others."""
 
 
 def peaks_of(device: torch.device, known: Iterable[Tensor]) -> Peaks:
-    """What measures on a device; `known`: tensors that are there before."""
+    """Return the object that measures on a device; `known`: tensors that exist already."""
     return PEAKS.get(device.type, TensorPeaks)(device, known)
 
 
 def _free_on_the_host() -> int | None:
-    """Bytes that may be had without swapping, as far as Linux tells: of the machine, and of the control group."""
+    """Return the bytes that are free without swapping on Linux: of the machine, and of the control group."""
     if sys.platform != "linux":
         return None
-    told = Path("/proc/meminfo").read_text(encoding="ascii")
-    found = [int(line.split()[1]) * 1024 for line in told.splitlines() if line.startswith("MemAvailable:")]
+    meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
+    found = [int(line.split()[1]) * 1024 for line in meminfo.splitlines() if line.startswith("MemAvailable:")]
     limit, used = (_number(f"/sys/fs/cgroup/memory.{name}") for name in ("max", "current"))
     found += [] if limit is None or used is None else [max(0, limit - used)]
     return min(found, default=None)
@@ -122,3 +124,59 @@ def _number(path: str) -> int | None:
     except OSError:
         return None
     return int(text) if text.isdigit() else None
+
+
+class LiveTensors(TorchDispatchMode):
+    """A context that counts the bytes of the storages that operations make, from allocation to release.
+
+    Views count once. It works on the meta device too, where storages have a size and no numbers. `known`: tensors that
+    exist already and do not count. `maker` returns the owner of a storage that is made now, for `by`.
+    """
+
+    def __init__(self, known: Iterable[Tensor]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.maker: Callable[[], Any] = lambda: None
+        self.now = 0
+        """Bytes alive."""
+        self.peak = 0
+        """The most that were alive at once."""
+        self.by: dict[Any, int] = {}
+        """Bytes alive, by maker."""
+        self._alive: dict[int, tuple[int, Any]] = {}
+        # Held, since a freed address could become that of another storage.
+        self._known = [tensor.untyped_storage() for tensor in known]
+        self._addresses = {storage_id(storage) for storage in self._known}
+
+    def __torch_dispatch__(
+        self, func: Callable[..., T], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> T:
+        """Run an operation, and count the storages of its results."""
+        output = func(*args, **(kwargs or {}))
+        for tensor in tensors_in(output):
+            for piece in _pieces(tensor):
+                self._note(piece)
+        return output
+
+    def _note(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage_id(storage)
+        if key in self._addresses or key in self._alive:
+            return
+        size, maker = storage.nbytes(), self.maker()
+        self._alive[key] = size, maker
+        self.now += size
+        self.by[maker] = self.by.get(maker, 0) + size
+        self.peak = max(self.peak, self.now)
+        weakref.finalize(storage, self._gone, key)
+
+    def _gone(self, key: int) -> None:
+        size, maker = self._alive.pop(key)
+        self.now -= size
+        self.by[maker] -= size
+
+
+def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
+    """Return the dense tensors of a tensor: itself, or the indices and values of a sparse one."""
+    if tensor.layout is torch.sparse_coo:
+        return sparse_parts(tensor)
+    return (tensor,)

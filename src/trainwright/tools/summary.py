@@ -1,23 +1,33 @@
-"""`summary(model, batch)`: what each module of a model holds, computes and keeps for the backward; nothing is moved."""
+"""`summary(model, batch)`: parameters, operations and memory of each module of a model, measured on a copy of it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.nn.parameter import is_lazy
 
 from trainwright.core.checks import check_choice
-from trainwright.core.errors import SettingError, message
+from trainwright.core.device import change, devices_of, move
+from trainwright.core.errors import SettingError, first_line, message
+from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import parameters_of, tensors_in
-from trainwright.modules.dry_run import Dry, Given, PassMemory, dry, memory_of, somewhere
-from trainwright.modules.tensor_memory import Living
+from trainwright.modules.dtensors import is_sharded
+from trainwright.modules.flops import twin_on
+from trainwright.modules.peak_memory import LiveTensors
 from trainwright.observers.table import amount, byte_size
-from trainwright.tools.calling import Call, given_by
+from trainwright.update.batches import split
+
+Call = Callable[[nn.Module, Any], Any]
+"""A function that calls a model with a batch."""
+_META = torch.device("meta")
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
 """Modules whose weights take part in no multiplication."""
@@ -45,13 +55,13 @@ def summary(
         if is_lazy(parameter):
             what = f"summary: {name} has no shape yet"
             raise SettingError(what, fix="call model(one_batch) once before")
-    given = Given((batch,), call=call) if call is not None else given_by(model, batch, "summary")
+    forward = _Call((batch,), call=call) if call is not None else _call_of(model, batch)
     note = 'on="device"' if on == "device" else _why_not_meta(model)
     if note:
-        watch = _watched(model, given, None)
+        watch = _watched(model, forward, None)
     else:
-        watch, note = somewhere(lambda device: _watched(model, given, device))
-    flops, _ = somewhere(lambda device: _counted(model, given, device, watch=watch))
+        watch, note = _on_meta_or_here(lambda device: _watched(model, forward, device))
+    flops, _ = _on_meta_or_here(lambda device: _counted(model, forward, device, watch=watch))
     return Summary(
         layers=tuple(watch.layer(index, name, one) for index, (name, one) in enumerate(model.named_modules())),
         total=PassMemory(watch.kept, watch.peak, flops),
@@ -59,6 +69,19 @@ def summary(
         buffers=_bytes(model.buffers()),
         note=note,
     )
+
+
+@dataclass(frozen=True)
+class PassMemory:
+    """Memory and operations of one forward and its backward."""
+
+    kept: int
+    """Bytes that the forward leaves for the backward, beside weights, buffers and inputs; an output counts where the
+    backward reads it."""
+    peak: int
+    """The most bytes alive at once, gradients of weights among them."""
+    flops: int
+    """Floating-point operations of both, a multiplication with its addition being two."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -164,19 +187,19 @@ def _why_not_meta(model: nn.Module) -> str:
     return "meta has no autocast" if under else ""
 
 
-def _watched(model: nn.Module, given: Given, on: torch.device | None) -> _LayerRecorder:
+def _watched(model: nn.Module, call: _Call, on: torch.device | None) -> _LayerRecorder:
     """Follow memory forward and backward."""
     watch = _LayerRecorder(list(model.modules()))
-    with dry(model, given, on, prepare=watch.memory) as run:
-        watch.kept, watch.peak = memory_of(run, watch.note)
+    with _dry_run(model, call, on, prepare=watch.memory) as run:
+        watch.kept, watch.peak = _kept_and_peak(run, watch.note)
     return watch
 
 
-def _counted(model: nn.Module, given: Given, on: torch.device | None, *, watch: _LayerRecorder) -> int:
+def _counted(model: nn.Module, call: _Call, on: torch.device | None, *, watch: _LayerRecorder) -> int:
     """Count operations: those of each module's forward, and those of forward and backward together, returned."""
     watch.flops.clear()
-    with dry(model, given, on, counts=True, prepare=watch.operations) as run:
-        backward = run.let_go()
+    with _dry_run(model, call, on, counts=True, prepare=watch.operations) as run:
+        backward = run.release_output()
         watch.over = True  # a backward may compute modules again
         backward()
         return run.flops
@@ -198,17 +221,17 @@ class _LayerRecorder:
     over: bool = False
     """Whether the forward has ended."""
 
-    def memory(self, run: Dry) -> None:
+    def memory(self, run: _DryRun) -> None:
         """Note calls and shapes, and to whom memory belongs."""
         self._follow(run, self._returned)
         assert run.living is not None
         run.living.maker = lambda: tuple(self.running)
 
-    def note(self, living: Living) -> None:
+    def note(self, living: LiveTensors) -> None:
         """Note what is kept when the forward has ended."""
         self.made, self.over = dict(living.by), True
 
-    def operations(self, run: Dry) -> None:
+    def operations(self, run: _DryRun) -> None:
         """Note operations of modules; those of a call inside another of the same module are in that one's."""
         began: list[int] = []
 
@@ -245,7 +268,7 @@ class _LayerRecorder:
             return [module]
         return [inner for child in module.children() for inner in self._called(child)]
 
-    def _follow(self, run: Dry, end: Callable[[int, Any], None], begin: Callable[[], None] = lambda: None) -> None:
+    def _follow(self, run: _DryRun, end: Callable[[int, Any], None], begin: Callable[[], None] = lambda: None) -> None:
         self.running.clear()
         self.over = False
         for index, module in enumerate(run.twin.modules()):
@@ -266,6 +289,143 @@ class _LayerRecorder:
     def _returned(self, index: int, output: Any) -> None:
         self.calls[index] = self.calls.get(index, 0) + 1
         self.shapes.setdefault(index, tuple(tuple(one.shape) for one in tensors_in(output)))
+
+
+@dataclass
+class _DryRun:
+    """A forward of a copy of the model, while it is measured."""
+
+    twin: nn.Module
+    living: LiveTensors | None
+    """Counts bytes; None where operations are counted."""
+    counter: Any = None
+    """Torch's `FlopCounterMode`; None where bytes are counted."""
+    output: Any = None
+
+    @property
+    def flops(self) -> int:
+        """Operations so far."""
+        return int(self.counter.get_total_flops())
+
+    def release_output(self) -> Callable[[], None]:
+        """Release the output; return the backward, which starts from gradients of ones."""
+        roots = [tensor for tensor in tensors_in(self.output) if tensor.requires_grad]
+        edges = [get_gradient_edge(root) for root in roots]
+        like = [(root.shape, root.dtype, root.device) for root in roots]
+        self.output = None
+
+        def backward() -> None:
+            seeds = [torch.ones(shape, dtype=dtype, device=device) for shape, dtype, device in like]
+            if edges:
+                torch.autograd.backward(edges, seeds)
+
+        return backward
+
+
+@contextmanager
+def _dry_run(
+    model: nn.Module,
+    call: _Call,
+    on: torch.device | None,
+    *,
+    counts: bool = False,
+    prepare: Callable[[_DryRun], None] = lambda _: None,
+) -> Iterator[_DryRun]:
+    """Run a copy of `model` forward on the device `on`, or with copies of its weights and inputs where it lies (None).
+
+    Hooks are left out. Bytes are counted; with `counts` operations are instead, since torch's counter keeps tensors
+    alive. `prepare` is called before the forward. In the context the output is there, and the backward can be run.
+    """
+    from torch.utils.flop_counter import FlopCounterMode
+
+    if is_sharded(*model.parameters()):
+        what = "a model in shards cannot be copied"
+        raise SettingError(what, fix="measure it before Trainer(parallel=FSDP(...)) is made")
+    with rng_preserved(), torch.enable_grad(), nullcontext() if on is None else on:
+        twin, there = twin_on(model, on), call.copied_to(model) if on is None else call.on(on)
+        known = [*twin.parameters(), *twin.buffers(), *tensors_in((there.inputs, there.keywords))]
+        counter: Any = FlopCounterMode(display=False) if counts else None
+        run = _DryRun(twin, None if counts else LiveTensors(known), counter)
+        prepare(run)
+        watching: Any = run.living or counter
+        with watching:
+            run.output = there.run(twin)
+            yield run
+
+
+def _on_meta_or_here(work: Callable[[torch.device | None], Any]) -> tuple[Any, str]:
+    """Return the result of `work` on the meta device, else on the model's own, with the reason why meta failed."""
+    try:
+        return work(_META), ""
+    except SettingError:
+        raise
+    except Exception as error:  # the model's own, which may be any: it was not written for the meta device
+        why = first_line(error, 120)
+    return work(None), why
+
+
+def _kept_and_peak(run: _DryRun, look: Callable[[LiveTensors], None]) -> tuple[int, int]:
+    """Return the bytes kept for the backward and the peak until its end; `look` is called between the two."""
+    backward, living = run.release_output(), run.living
+    assert living is not None
+    kept = living.now
+    look(living)
+    backward()
+    return kept, living.peak
+
+
+@dataclass(frozen=True)
+class _Call:
+    """The arguments of a forward."""
+
+    inputs: tuple[Any, ...] = ()
+    keywords: Mapping[str, Any] = field(default_factory=dict)
+    call: Callable[..., Any] | None = None
+    """A function of the model and these arguments; None: the model is called with them."""
+
+    def run(self, model: nn.Module) -> Any:
+        """Run a model."""
+        if self.call is not None:
+            return self.call(model, *self.inputs, **self.keywords)
+        return model(*self.inputs, **self.keywords)
+
+    def on(self, device: torch.device) -> _Call:
+        """Return the same call with its tensors on a device."""
+        return _Call(move(self.inputs, device), move(self.keywords, device), self.call)
+
+    def copied_to(self, model: nn.Module) -> _Call:
+        """Return the same call with copies of its tensors on the device of the model's first parameters."""
+        place = next(iter(devices_of(model)), torch.device("cpu"))
+
+        def copied(tensor: Tensor) -> Tensor:
+            return tensor.detach().to(place, copy=True).requires_grad_(tensor.requires_grad)
+
+        return _Call(change(self.inputs, place, copied), change(self.keywords, place, copied), self.call)
+
+
+def _call_of(model: nn.Module, batch: Any) -> _Call:
+    """Return the call with the inputs of a batch, else with the complete batch, whichever the forward accepts."""
+    inputs, _ = split(batch)
+    whole = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
+    for each in (inputs, whole):
+        call = _Call((), dict(each)) if isinstance(each, Mapping) else _Call(tuple(each))
+        if _accepts(model, call):
+            return call
+    have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(whole)}"
+    raise SettingError(
+        "summary: the model cannot be called with this batch",
+        have=have,
+        want=f"{type(model).__name__}.forward{inspect.signature(model.forward)}",
+        fix='summary(model, batch, call=lambda model, batch: model(batch["image"]))',
+    )
+
+
+def _accepts(model: nn.Module, call: _Call) -> bool:
+    try:
+        inspect.signature(model.forward).bind(*call.inputs, **call.keywords)
+    except TypeError:
+        return False
+    return True
 
 
 def _bytes(tensors: Iterator[Tensor]) -> int:

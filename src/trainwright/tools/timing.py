@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 
 from trainwright.data.source import Source
-from trainwright.modules.tensor_memory import Living
+from trainwright.modules.peak_memory import LiveTensors
 from trainwright.tools.techniques import Technique
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
@@ -66,7 +66,7 @@ def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Techn
         allocated = torch.cuda.memory_allocated(trainer.device)
         run_block(trainer, before, technique, updates=1, warm=1)
         return torch.cuda.max_memory_allocated(trainer.device) - allocated
-    living = Living(before.tensors)
+    living = LiveTensors(before.tensors)
     with living:
         run_block(trainer, before, technique, updates=1, warm=0)
     return living.peak
