@@ -67,14 +67,12 @@ if TYPE_CHECKING:
     from trainwright.schedules.stepped import Plateau, TorchSchedule
     from trainwright.tools.advice import Advice, Effect
     from trainwright.tools.advising import advise
-    from trainwright.tools.batch_search import LargestBatch, find_batch_size
+    from trainwright.tools.batch_search import LargestBatch, find_batch_size, linear_scaled, sqrt_scaled
     from trainwright.tools.cross_validate import CrossValidation, Fold, cross_validate
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.lr_search import LRRange, find_lr
-    from trainwright.tools.overfit import Overfit, overfit_batches
-    from trainwright.tools.scaling import linear_scaled, sqrt_scaled
+    from trainwright.tools.sanity import FastRun, Overfit, overfit_batches, smoke_run
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
-    from trainwright.tools.smoke import FastRun, smoke_run
     from trainwright.tools.summary import summary
 else:
     _LATER = {
@@ -115,11 +113,9 @@ else:
         "tools.advising": ("advise",),
         "tools.cross_validate": ("CrossValidation", "Fold", "cross_validate"),
         "tools.debug": ("anomaly", "deterministic"),
-        "tools.smoke": ("FastRun", "smoke_run"),
-        "tools.batch_search": ("LargestBatch", "find_batch_size"),
+        "tools.batch_search": ("LargestBatch", "find_batch_size", "linear_scaled", "sqrt_scaled"),
         "tools.lr_search": ("LRRange", "find_lr"),
-        "tools.overfit": ("Overfit", "overfit_batches"),
-        "tools.scaling": ("linear_scaled", "sqrt_scaled"),
+        "tools.sanity": ("FastRun", "Overfit", "overfit_batches", "smoke_run"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
     }

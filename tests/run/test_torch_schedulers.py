@@ -14,7 +14,7 @@ from torch.optim.swa_utils import SWALR
 from trainwright import Checkpoint, CheckpointError, Cosine, Observer, SettingError, Trainer, Updates, find_lr
 from trainwright.fit.arguments import _needs_a_closure
 from trainwright.optim.fused import maskable_step_of
-from trainwright.tools.smoke import smoke_run
+from trainwright.tools.sanity import smoke_run
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),

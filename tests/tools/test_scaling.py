@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from trainwright import SettingError
-from trainwright.tools.scaling import linear_scaled, sqrt_scaled
+from trainwright.tools.batch_search import linear_scaled, sqrt_scaled
 
 
 def test_the_rules_are_those_of_their_papers():
