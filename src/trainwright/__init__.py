@@ -71,7 +71,7 @@ if TYPE_CHECKING:
     from trainwright.tools.cross_validate import CrossValidation, Fold, cross_validate
     from trainwright.tools.debug import anomaly, deterministic
     from trainwright.tools.lr_search import LRRange, find_lr
-    from trainwright.tools.sanity import FastRun, Overfit, overfit_batches, smoke_run
+    from trainwright.tools.sanity import Overfit, SmokeRun, overfit_batches, smoke_run
     from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
     from trainwright.tools.summary import summary
 else:
@@ -115,7 +115,7 @@ else:
         "tools.debug": ("anomaly", "deterministic"),
         "tools.batch_search": ("LargestBatch", "find_batch_size", "linear_scaled", "sqrt_scaled"),
         "tools.lr_search": ("LRRange", "find_lr"),
-        "tools.sanity": ("FastRun", "Overfit", "overfit_batches", "smoke_run"),
+        "tools.sanity": ("SmokeRun", "Overfit", "overfit_batches", "smoke_run"),
         "tools.sklearn_wrapper": ("SklearnClassifier", "SklearnRegressor"),
         "tools.summary": ("summary",),
     }
@@ -165,7 +165,6 @@ __all__ = [
     "Epochs",
     "Exponential",
     "Fast",
-    "FastRun",
     "Fold",
     "Gradients",
     "Journal",
@@ -205,6 +204,7 @@ __all__ = [
     "SklearnClassifier",
     "SklearnRegressor",
     "Slice",
+    "SmokeRun",
     "Speed",
     "Stateful",
     "Statistics",

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_fast_run import data, made, same, traces, x, y
+from test_smoke_run import data, made, same, traces, x, y
 from torch import nn
 
 from trainwright import SettingError, Trainer, batches, overfit_batches, smoke_run

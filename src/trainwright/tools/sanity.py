@@ -30,7 +30,7 @@ _BY_LENGTH = ("schedule", "average")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class FastRun:
+class SmokeRun:
     """What was run, and what it gave; `print` shows it."""
 
     updates: int
@@ -53,7 +53,7 @@ class FastRun:
 
     def __str__(self) -> str:
         numbers = " · ".join(f"{name} {number(value)}" for name, value in self.numbers.items())
-        lines = [f"fast run: {self.updates} updates in {duration(self.seconds)}, nothing was changed", f"  {numbers}"]
+        lines = [f"smoke run: {self.updates} updates in {duration(self.seconds)}, nothing was changed", f"  {numbers}"]
         lines += [f"  ran       {line}" for line in self.ran] + [f"  not run   {line}" for line in self.left_out]
         return "\n".join(lines)
 
@@ -61,7 +61,7 @@ class FastRun:
 @suggests
 def smoke_run(
     trainer: Trainer[Any], train: Any, val: Any = None, *, updates: int = 3, batch_size: int | None = None
-) -> FastRun:
+) -> SmokeRun:
     """Run `updates` updates, two batches of each validation set, all hooks between, and the checkpoint up to its file.
 
     Errors come out as from `fit`. Afterwards everything is as it was: weights, optimizers, counters, random states;
@@ -97,7 +97,7 @@ class _Losses(Observer):
 
 def _run_once(
     trainer: Trainer[Any], found: list[Any], held_out: Any, *, updates: int, parts: Mapping[str, Any]
-) -> FastRun:
+) -> SmokeRun:
     losses, saved = _Losses(), list[str]()
 
     def save(twin: Trainer[Any]) -> None:
@@ -113,7 +113,7 @@ def _run_once(
     begun = time.perf_counter()
     result = twin.fit(found, held_out, max_updates=updates)
     seconds = time.perf_counter() - begun
-    return FastRun(
+    return SmokeRun(
         updates=result.updates,
         skipped=result.skipped,
         losses=tuple(losses.seen),

@@ -1,4 +1,4 @@
-"""A fast run: it meets the mistakes that a long run would meet late, says what it ran, and leaves nothing behind."""
+"""A smoke run finds the mistakes that a long run would find late, lists what it ran, and leaves nothing behind."""
 
 from __future__ import annotations
 
