@@ -1,4 +1,4 @@
-"""Counts the floating-point operations of a model without running it, and knows what devices can do at most."""
+"""Floating-point operations of a model, counted on the meta device, and the peak rates of devices."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ PEAKS: dict[str, float] = {
     "RTX 4090": 165.2e12,
     "MI300X": 1307e12,
 }
-"""Operations per second in bfloat16, without sparsity and summed in float32, as the makers tell, by words of the name;
-the first that fits counts. Those of a part of a device or of one for laptops are others, and not known here."""
+"""Operations per second in bfloat16, dense and accumulated in float32, from the vendors' data sheets, by words of the
+name; the first match counts. MIG partitions and laptop devices have other rates, which are not listed."""
 
 
 def peak_of(name: str) -> float | None:
-    """Return the peak of a device by its name, in operations per second; None where it is not known."""
+    """Return the peak of a device by its name, in operations per second; None where it is not listed."""
     words = re.split(r"[\s\-_]+", name.upper())
     if "MIG" in words or "LAPTOP" in words:
         return None
@@ -49,15 +49,14 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
     """Return the floating-point operations of `model(*inputs, **keywords)`, with those of its backward.
 
     Those of matrix products, convolutions and attention, a multiplication with its addition being two: M x K times
-    K x N are 2 * M * N * K. It runs a copy of the model on torch's meta device, which holds shapes and no numbers:
-    model, modes, buffers and random state stay as they are. Hooks of the model are left out, and what
-    `checkpoint_activations` computes again is counted once. An error of the model's where it needs numbers (`.item()`),
-    or names a device of its own.
+    K x N are 2 * M * N * K. A copy of the model runs on torch's meta device, which has shapes and no values: model,
+    modes, buffers and random state do not change. Hooks do not run, and blocks of `checkpoint_activations` count once.
+    The model raises its own error where it needs values (`.item()`), or names a device.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")
-    with rng_preserved(), torch.enable_grad(), meta:  # what a forward makes without a device is made there
+    with rng_preserved(), torch.enable_grad(), meta:  # tensors that a forward makes without a device are on meta
         twin = twin_on(model, meta)
         _release(twin)
         given, named = move(inputs, meta), move(keywords, meta)
@@ -70,14 +69,14 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
 
 
 def twin_on(model: nn.Module, device: torch.device | None) -> nn.Module:
-    """A copy of a model without hooks, on a device; on meta without a copy of its numbers. None: where it lies."""
+    """Return a copy of a model without hooks, on a device (None: on its own); on meta its values are not copied."""
     model = uncompiled(model)
     known: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if "_hooks" in name and isinstance(value, dict):
                 known[id(value)] = OrderedDict()
-            elif isinstance(value, Tensor):  # a weight that a hook computes, say
+            elif isinstance(value, Tensor):  # for example a weight that a hook computes
                 known[id(value)] = _copied(value, device)
     for tensor in (*model.parameters(), *model.buffers()):
         known[id(tensor)] = _copied(tensor, device)
@@ -85,7 +84,7 @@ def twin_on(model: nn.Module, device: torch.device | None) -> nn.Module:
 
 
 def _release(twin: nn.Module) -> None:
-    """Have nothing computed twice: those are no operations of the model's."""
+    """Undo activation checkpointing, whose repeated operations are not the model's."""
     activations = sys.modules.get("trainwright.modules.activations")
     if activations is not None:
         activations.release_all(twin)

@@ -1,4 +1,4 @@
-"""Freeze parts of a model for good: no gradients, and normalisation statistics that stay through `model.train()`."""
+"""Freeze parts of a model: no gradients, and norm layers that stay in eval mode through `model.train()`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,13 @@ M = TypeVar("M", bound=nn.Module)
 
 @suggests
 def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> M:
-    """Stop training all parameters of `module`, or those that `pattern` means; return the module.
+    """Stop training all parameters of `module`, or those that `pattern` selects; return the module.
 
     `pattern` is the name of a submodule ("backbone.0") or a glob over the names of parameters ("layer1.*", "*.bias").
-    With `norm="eval"`, normalisation layers with running statistics none of whose parameters is trained any more, and
-    those without parameters in a submodule that is now wholly frozen, go to eval mode and stay there, through
-    `model.train()` too, until `unfreeze`. With "train" no mode is touched, and their statistics go on moving.
-    Gradients of what is frozen are dropped. A module without parameters has nothing to freeze: no error. SettingError
-    where nothing has such a name.
+    With `norm="eval"`, norm layers with running statistics and no trained parameter, and those without parameters in
+    a submodule that is now completely frozen, are in eval mode until `unfreeze`, through `model.train()` too. With
+    "train" modes do not change, and the statistics are updated as before. Gradients of frozen parameters are set to
+    None. A module without parameters is no error. SettingError where nothing has such a name.
     """
     _check_module("freeze", module)
     if norm not in ("eval", "train"):
@@ -34,7 +33,7 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
     found = _find(module, pattern, f"freeze(..., {pattern!r})")
     for parameter in found.parameters.values():
         parameter.requires_grad_(False)
-        # An optimizer steps whatever has a gradient: one that is left over would move the weight once more.
+        # An optimizer steps every parameter with a gradient: a remaining one would change the weight once more.
         parameter.grad = None
     layers = _without_training(module, found) if norm == "eval" else []
     for layer in layers:
@@ -45,12 +44,12 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
 
 @suggests
 def unfreeze(module: M, pattern: str | None = None) -> M:
-    """Train all parameters of `module` again, or those that `pattern` means, as in `freeze`; return the module.
+    """Train all parameters of `module` again, or those that `pattern` selects, as in `freeze`; return the module.
 
-    Normalisation layers that `freeze` keeps in eval mode are released where they lie in a submodule that was named,
-    where one of their parameters is trained again, or, if they have none, one of the submodule they lie in. They get
-    the mode of the module around them; a layer that is given itself gets train mode. A part of what was frozen may be
-    named. SettingError where nothing has such a name, and where all that has can hold no gradient (integers).
+    Norm layers that `freeze` holds in eval mode are released in a submodule of that name, where one of their
+    parameters is trained again, or, if they have none, one of the submodule around them. They get the mode of the
+    module around them; a layer that is given itself gets train mode. The pattern may select a part of what was frozen.
+    SettingError where nothing has such a name, and where all matches are integers, which have no gradient.
     """
     _check_module("unfreeze", module)
     found = _find(module, pattern, f"unfreeze(..., {pattern!r})")
@@ -74,18 +73,18 @@ def unfreeze(module: M, pattern: str | None = None) -> M:
 
 
 def held(module: nn.Module) -> bool:
-    """Whether `freeze` keeps this layer in eval mode."""
+    """Return whether `freeze` holds this layer in eval mode."""
     stays = vars(module).get("train")
     return isinstance(stays, partial) and stays.func is _stay
 
 
 def has_running_statistics(module: nn.Module) -> bool:
-    """Whether a forward in train mode moves this layer's own running mean and variance."""
+    """Return whether a forward in train mode updates the running mean and variance of this layer itself."""
     return isinstance(module, NormWithStatistics) and module.track_running_stats
 
 
 def layers_mixing_rows(model: nn.Module, loss: object = None) -> list[str]:
-    """The layers, by type and name, whose outputs or statistics for a row depend on the other rows of its batch."""
+    """Return the layers, by type and name, whose outputs or statistics for a row depend on other rows of its batch."""
     roots = {"": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
     found: list[str] = []
     for prefix, root in roots.items():
@@ -97,10 +96,10 @@ def layers_mixing_rows(model: nn.Module, loss: object = None) -> list[str]:
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Stand in the place of a layer's `train`: eval mode, whatever is asked.
+    """Replace the `train` of a layer: eval mode for any argument.
 
-    It is bound to its layer by a `partial` in the layer's own attributes, so that the `train` of any parent finds it,
-    and copies and pickles of the layer refer to themselves.
+    A `partial` among the layer's own attributes binds it, so that the `train` of any parent calls it, and copies and
+    pickles of the layer refer to themselves.
     """
     type(module).train(module, False)
     return module
@@ -113,7 +112,7 @@ def _find(module: nn.Module, pattern: str | None, asked_by: str) -> Found:
 
 
 def _without_training(module: nn.Module, found: Found) -> list[nn.Module]:
-    """The normalisation layers that are meant, and that nothing trains any more."""
+    """Return the selected norm layers without a trained parameter."""
     named = set() if found.submodule is None else set(found.submodule.modules())
     return [
         layer
@@ -123,10 +122,10 @@ def _without_training(module: nn.Module, found: Found) -> list[nn.Module]:
 
 
 def _meant(module: nn.Module, found: Found) -> dict[nn.Module, list[nn.Parameter]]:
-    """The modules that a pattern means, each with the parameters that it is judged by.
+    """Return the modules that a pattern selects, each with the parameters that decide about it.
 
-    Those are its own; for a module without any they are those of the nearest module around it that has some. Meant is
-    what lies in a submodule that was named, or is judged by a parameter that was.
+    Those are its own, or for a module without any those of the nearest module around it with some. A module is
+    selected if it is in a submodule of that name, or if a parameter that decides about it matches.
     """
     named = set() if found.submodule is None else set(found.submodule.modules())
     matched, around = set(found.parameters.values()), _parents(module)
@@ -137,7 +136,7 @@ def _meant(module: nn.Module, found: Found) -> dict[nn.Module, list[nn.Parameter
 
 
 def _parents(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """For each module inside, the first one that contains it."""
+    """Return, for each module inside, the first one that contains it."""
     around: dict[nn.Module, nn.Module] = {}
     for parent in module.modules():
         for child in parent.children():

@@ -1,4 +1,4 @@
-"""Find parameters of a module by the name of a submodule, or by a glob over their own names."""
+"""Find parameters by name or glob, and blocks of a model by class, name, glob or predicate."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from trainwright.core.suggestions import did_you_mean
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a pattern has matched."""
+    """The matches of a pattern."""
 
     parameters: dict[str, nn.Parameter]
     """By name; a tied parameter once, under the first of its names that matches."""
     submodule: nn.Module | None
-    """The submodule of that name; None where the pattern is none."""
+    """The submodule of that name; None where the pattern is a glob over parameters."""
 
 
 def find(module: nn.Module, pattern: str | None, setting: str) -> Found:
-    """The parameters of `module` that `pattern` means: all for None, else a submodule's, or those matching a glob.
+    """Return the parameters that `pattern` selects: all for None, else those of a submodule, or matches of a glob.
 
-    `*` in a glob matches dots too. SettingError, which opens with the text `setting`, where nothing has such a name.
+    `*` in a glob matches dots too. SettingError, whose text starts with `setting`, where there is no match.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     if pattern is None:
@@ -58,7 +58,7 @@ def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in first.items()}
 
 
-Means = Callable[[str, nn.Module], bool]
+Predicate = Callable[[str, nn.Module], bool]
 REPEATED = 3
 """Instances of a class that make it a block that a model repeats."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -83,16 +83,16 @@ def outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[n
     return list(dict.fromkeys(found))
 
 
-Blocks = type[nn.Module] | str | Collection[type[nn.Module] | str] | Means
+Blocks = type[nn.Module] | str | Collection[type[nn.Module] | str] | Predicate
 """A class or a pattern of names, several of them, or a function of a module's name and the module."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str, nn.Module]:
-    """The modules that are meant, by name, in the order of the model, none inside another.
+    """Return the selected modules by name, in the order of the model, none inside another.
 
-    None means the classes with modules inside, containers apart, that the model has three times or more. `call` is
-    what errors say was called. SettingError where something means no module, or one without a forward.
+    None selects the classes with modules inside, containers apart, that the model has three times or more. `call` is
+    the function that errors name. SettingError where an item selects no module, or one without a forward.
     """
     if blocks is None:
         found = repeated_blocks(model)
@@ -101,7 +101,12 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
             fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
             raise SettingError(what, want="blocks=", fix=fix)
         return {name: module for name, module in model.named_modules() if any(module is one for one in found)}
-    chosen = _chosen(model, blocks, call, find=lambda means: dict(_outermost(model, "", means)))
+    chosen: dict[str, nn.Module] = {}
+    for text, predicate in _predicates(blocks, call):
+        selected = dict(_outermost(model, "", predicate))
+        if not selected:
+            raise _nothing(model, text, call)
+        chosen |= selected
     if lists := [f"{name} ({type(one).__name__})" for name, one in chosen.items() if isinstance(one, _LISTS)]:
         what = f"{call}: {lists[0]} has no forward of its own"
         raise SettingError(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'")
@@ -110,32 +115,14 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
     return {name: one for name, one in model.named_modules() if id(one) in every - around}
 
 
-def named(model: nn.Module, blocks: Blocks, call: str) -> dict[str, nn.Module]:
-    """All modules that are meant, by name, also those inside one another; SettingError where one means nothing."""
-    every = [(name, module) for name, module in model.named_modules() if module is not model]
-    return _chosen(model, blocks, call, find=lambda means: {name: one for name, one in every if means(name, one)})
-
-
 def described(found: dict[str, nn.Module]) -> str:
-    """How many of which classes: "6 Block"."""
+    """Return the number of blocks of each class: "6 Block"."""
     counted = Counter(type(module).__name__ for module in found.values())
     return " and ".join(f"{n} {name}" for name, n in counted.items())
 
 
-def _chosen(
-    model: nn.Module, blocks: Blocks, call: str, *, find: Callable[[Means], dict[str, nn.Module]]
-) -> dict[str, nn.Module]:
-    chosen: dict[str, nn.Module] = {}
-    for said, means in _meanings(blocks, call):
-        meant = find(means)
-        if not meant:
-            raise _nothing(model, said, call)
-        chosen |= meant
-    return chosen
-
-
-def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:
-    """What is asked for, in words, each with the function that tells it."""
+def _predicates(blocks: Any, call: str) -> Iterator[tuple[str, Predicate]]:
+    """Yield each item of `blocks` as text, with its predicate of name and module."""
     several = isinstance(blocks, Iterable) and not isinstance(blocks, str | type | nn.Module)
     items = list(blocks) if several else [blocks]
     if not items:
@@ -155,20 +142,20 @@ def _meanings(blocks: Any, call: str) -> Iterator[tuple[str, Means]]:
             raise SettingError(f"{call}(blocks={given})", want=want, fix=fix)
 
 
-def _outermost(module: nn.Module, path: str, means: Means) -> Iterator[tuple[str, nn.Module]]:
+def _outermost(module: nn.Module, path: str, predicate: Predicate) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         place = f"{path}.{name}".lstrip(".")
-        if means(place, child):
+        if predicate(place, child):
             yield place, child
         else:
-            yield from _outermost(child, place, means)
+            yield from _outermost(child, place, predicate)
 
 
-def _nothing(model: nn.Module, said: str, call: str) -> SettingError:
+def _nothing(model: nn.Module, text: str, call: str) -> SettingError:
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model)
     names = [name for name, _ in model.named_modules() if name]
-    near = did_you_mean(said.strip("'"), [*names, *kinds])
-    if type(model).__name__ == said:
+    near = did_you_mean(text.strip("'"), [*names, *kinds])
+    if type(model).__name__ == text:
         near = " It is the class of the model itself: to compute all of it again saves nothing."
-    what = f"{call}: {said} means no module in {type(model).__name__}.{near}"
+    what = f"{call}: {text} means no module in {type(model).__name__}.{near}"
     return SettingError(what, have=", ".join([*kinds][:12]) or "no modules", want="classes or names it has")

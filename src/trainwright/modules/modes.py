@@ -1,4 +1,4 @@
-"""Train and eval mode of modules: contexts that restore them, and the model that a `fit` finds in eval mode."""
+"""Train and eval mode of modules: contexts that restore them, and the switch to train mode at the start of `fit`."""
 
 from __future__ import annotations
 
@@ -61,12 +61,12 @@ class evaluating:  # named as torch's no_grad; a class, since every evaluation e
 
 
 class untouched:  # a class, as the one before
-    """A context that restores what a pass may change although it trains nothing.
+    """A context that restores the state that a pass without training may change.
 
-    These are gradients, `requires_grad`, running statistics, and the tensors of modules with a `train` of their own,
-    which may change with the mode, as merged LoRA weights do, and not come back to the last bit. Gradients are None
-    inside, so that a `backward` adds to nothing; with `shows_gradients` they can be read. A sharded model holds its
-    shards before and after.
+    It restores gradients, `requires_grad`, running statistics, and the tensors of modules with a `train` of their own,
+    which may change with the mode, as merged LoRA weights do, and not return to the last bit. Gradients are None
+    inside, so that a `backward` adds to none; with `shows_gradients` they can be read. A sharded model is resharded
+    before and after.
     """
 
     __slots__ = ("_modules", "_parameters", "_roots", "_shows_gradients", "_tensors", "_values", "_versions")

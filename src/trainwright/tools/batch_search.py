@@ -30,15 +30,15 @@ from trainwright.update.owner import networks_of
 
 MOST_TRIALS = 4
 LEAP = 16
-"""Times the largest size that was measured, up to which the model is believed."""
+"""The most by which the linear model extrapolates, as a multiple of the largest measured size."""
 LOOKED_AT = 8
-"""Batches of the data of which the largest is measured."""
+"""The number of batches of the data from which the largest is measured."""
 LINEAR = ("SGD", "Lars", "LARS")
-"""Optimizers whose rate grows as the batch does."""
+"""Optimizers whose rate is proportional to the batch size."""
 ROUND = 32
-"""Rows from which on they are a multiple of 8, for tensor cores."""
+"""From this number of rows on, sizes are multiples of 8, for tensor cores."""
 ROOT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lamb", "LAMB")
-"""Optimizers whose rate grows as the square root of the batch does."""
+"""Optimizers whose rate is proportional to the square root of the batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,49 +47,49 @@ class Fitting:
 
     rows: int
     bytes: int | None
-    """The most memory in use; None where it ran out."""
+    """Peak memory; None where it ran out."""
     fits: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LargestBatch:
-    """What `find_batch_size` has found."""
+    """The result of `find_batch_size`."""
 
     rows: int
     """Rows of the largest micro-batch that was tried and fits."""
     fixed: int | None
-    """Bytes that do not depend on the rows: weights, gradients, optimizer; None where one size alone was measured."""
+    """Bytes that do not depend on the rows: weights, gradients, optimizer; None where only one size was measured."""
     per_row: float | None
-    """Bytes that one row more takes."""
+    """Bytes of each additional row."""
     budget: int
     """Bytes that may be used in all."""
     how: str
-    """What the bytes are those of."""
+    """The quantity that was measured."""
     trials: tuple[Fitting, ...]
     why: str
-    """Why it is not larger."""
+    """The reason that it is not larger."""
     effective: int
     """Rows of a whole update as suggested: `micro_batch` times `accumulate`."""
     micro_batch: int
     accumulate: int
     lr_factor: float | None
-    """What the learning rate is to be multiplied by for such updates; None where no rule is known."""
+    """The factor of the learning rate for such updates; None where no rule is known."""
     rule: str
     """The rule of that factor, and a line that computes the rate."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
-        """A few lines: what was found, the trials, and what to write."""
+        """Return the result, the trials and the code to write, in a few lines."""
         model = "" if self.fixed is None else f", {byte_size(self.fixed)} and {byte_size(self.per_row or 0)} a row"
         lines = [
             f"largest micro-batch: {self.rows:,} rows of {byte_size(self.budget)} that may be used{model} ({self.how})"
         ]
         for one in self.trials:
-            told = "out of memory" if one.bytes is None else byte_size(one.bytes)
-            lines.append(f"  tried {one.rows:>8,} rows   {told:>13}   {'fits' if one.fits else 'does not fit'}")
+            used = "out of memory" if one.bytes is None else byte_size(one.bytes)
+            lines.append(f"  tried {one.rows:>8,} rows   {used:>13}   {'fits' if one.fits else 'does not fit'}")
         lines.append(f"  why   {self.why}")
         accumulate = f"   Trainer(..., accumulate={self.accumulate})"
         lines.append(
@@ -111,15 +111,14 @@ def find_batch_size(
 ) -> LargestBatch:
     """Find the largest micro-batch that a trainer has memory for, in at most four trials without a trace.
 
-    Two sizes are measured, the rows of a batch of `train` and twice as many; memory = fixed + per row * rows foretells
-    the largest within `share` of what there is, which is then tried. A trial is two updates with all that the trainer
-    has: precision, clip, optimizer. Larger batches are made of the rows of a ready one, over and over.
+    Two sizes are measured, the rows of a batch of `train` and twice as many; memory = fixed + per_row * rows predicts
+    the largest within `share` of the available memory, which is then tried. A trial is two updates with the trainer's
+    precision, clip and optimizer. Larger batches repeat the rows of a ready one.
 
-    `effective`: rows that an update is wanted to have; it is made of equal micro-batches. `budget`: bytes that may be
-    used in all; by default what a CUDA device has free, half of what a CPU's memory has. `most`: rows that are not
-    exceeded, by default those of the data. The rate is scaled from the rows of an update as it is now: linearly for
-    SGD, by the square root for Adam. SettingError where one row does not fit, or nobody can tell how much memory
-    there is; DataError for data that cannot be read again.
+    `effective`: the wanted rows of an update, of equal micro-batches. `budget`: bytes in all; by default the free
+    memory of a CUDA device, half of it on a CPU. `most`: the most rows, by default those of the data. The learning rate
+    is scaled from the present rows of an update: linearly for SGD, by the square root for Adam. SettingError where one
+    row does not fit, or the available memory is unknown; DataError for data that cannot be read again.
     """
     check_trainer(trainer, "find_batch_size")
     _check(effective=effective, budget=budget, most=most, share=share)
@@ -136,16 +135,18 @@ def find_batch_size(
             what = f"how much memory {trainer.device} has is not known"
             raise SettingError(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes")
         limit = whole if budget is not None or not peaks.refuses else None
-        k = 2 if effective is not None or accumulated > 1 else 1  # a second one meets the gradients of the first
+        k = (
+            2 if effective is not None or accumulated > 1 else 1
+        )  # the second one is added to the gradients of the first
         trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
         search = _SizeSearch(trials, allowed=whole * share, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
         search.run(rows, room=room)
-    return _told(trainer, search, before=rows * accumulated, effective=effective, budget=whole)
+    return _result(trainer, search, before=rows * accumulated, effective=effective, budget=whole)
 
 
 class _Trials:
-    """Runs a few updates of so many rows, and puts everything back."""
+    """Runs a few updates of so many rows, and restores everything."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class _Trials:
         self.made: list[Fitting] = []
 
     def fits(self, rows: int) -> bool:
-        """Whether updates of micro-batches of so many rows fit."""
+        """Return whether updates of micro-batches of so many rows fit."""
         found: int | None = None
         try:
             with self.peaks.watching():
@@ -171,7 +172,7 @@ class _Trials:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # they hold what was computed
+            traceback.clear_frames(error.__traceback__)  # its frames hold the computed tensors
         self._before.restore()
         free_memory(self.trainer.device)
         fits = found is not None and (self._limit is None or found <= self._limit)
@@ -180,12 +181,12 @@ class _Trials:
 
     @property
     def left(self) -> int:
-        """How many more may be made."""
+        """The number of trials that remain."""
         return MOST_TRIALS - len(self.made)
 
     @property
     def measured(self) -> list[tuple[int, int]]:
-        """Rows and bytes of those that did not run out of memory, by rows."""
+        """Rows and bytes of the trials that did not run out of memory, by rows."""
         return sorted((one.rows, one.bytes) for one in self.made if one.bytes is not None)
 
     def _run(self, rows: int) -> None:
@@ -193,14 +194,14 @@ class _Trials:
         grown = joined([batch] * (rows // of) + ([cut(batch, range(rows % of), of=of)] if rows % of else []))
         trainer = self.trainer
         kept: dict[str, Any] = {"average": trainer.average, "metrics": trainer.metrics or None}
-        if not self.peaks.refuses:  # tensors are counted as the model's own code makes them
+        if not self.peaks.refuses:  # tensors are counted in eager mode
             kept["fast"] = replace(trainer.fast, compile=None)
         twin = variant(trainer, accumulate=self._k, on_oom=None, on_nonfinite="ignore", **kept)
         twin.fit([grown] * (2 * self._k), max_updates=2)
 
 
 class _SizeSearch:
-    """At most four trials, each of which follows from those before."""
+    """At most four trials, each chosen by the results of those before."""
 
     def __init__(self, trials: _Trials, *, allowed: float, limits: Mapping[str, int | None]) -> None:
         self.trials, self._allowed = trials, allowed
@@ -208,12 +209,12 @@ class _SizeSearch:
         self._named = min(known, key=lambda name: known[name], default="")
         self._most: float = known.get(self._named, math.inf)
         self.rows, self._too_many = 0, math.inf
-        """The largest that fits of those tried, and the smallest that does not."""
+        """The largest size that was tried and fits, and the smallest that does not."""
         self.fixed: float | None = None
         self.per_row: float | None = None
 
     def run(self, rows: int, *, room: str) -> None:
-        """Measure two sizes from `rows` on, and try what they foretell; `room`: where they are to fit."""
+        """Measure two sizes from `rows` on, and try the predicted one; `room`: the memory, for messages."""
         first = int(min(rows, self._most))
         while not self._try(first):
             if first == 1 or not self.trials.left:
@@ -226,15 +227,15 @@ class _SizeSearch:
             if second:
                 self._try(second)
         while self.trials.left:
-            foretold = self._foretold()
-            if foretold < (1.1 * self.rows if len(self.trials.made) > 2 else self.rows + 1):
+            predicted = self._predicted()
+            if predicted < (1.1 * self.rows if len(self.trials.made) > 2 else self.rows + 1):
                 break
-            self._try(foretold)
+            self._try(predicted)
         self._reach()
 
     @property
     def why(self) -> str:
-        """Why it is not larger."""
+        """The reason that it is not larger."""
         if self.rows >= self._most:
             return f"{self._named}: {self.rows:,}"
         if self._too_many < math.inf:
@@ -252,32 +253,32 @@ class _SizeSearch:
             self._too_many = min(self._too_many, rows)
         return fits
 
-    def _foretold(self) -> int:
-        """The rows to try next: what the two largest sizes that were measured foretell, below what does not fit."""
+    def _predicted(self) -> int:
+        """Return the rows to try next: predicted by the two largest measured sizes, below those that do not fit."""
         reach = min(self._reach(), LEAP * self.rows)
-        if reach >= self._too_many:  # the model knows nothing of what did not fit
+        if reach >= self._too_many:  # sizes that ran out of memory are not in the linear model
             few, many = self.rows, int(self._too_many)
             reach = math.isqrt(few * many) if many > 4 * few else few + (many - few) * 3 // 4
         reach = int(min(reach, self._most))
         return reach if reach < ROUND or reach == self._most else reach - reach % 8
 
     def _reach(self) -> int:
-        """Rows that fill what is allowed."""
+        """Return the rows that fill the allowed memory."""
         points = self.trials.measured[-2:]
         if len(points) < 2:
             return 2 * self.rows
         (n, low), (m, high) = points
         self.per_row = (high - low) / (m - n)
         self.fixed = max(0.0, low - self.per_row * n)
-        if self.per_row <= 0:  # what rows take is lost in what the rest takes
+        if self.per_row <= 0:  # the memory of rows is below the noise of the rest
             return LEAP * self.rows
         return int((self._allowed - self.fixed) / self.per_row)
 
 
-def _told(
+def _result(
     trainer: Trainer[Any], search: _SizeSearch, *, before: int, effective: int | None, budget: int
 ) -> LargestBatch:
-    """What was found, with what to write for updates of `effective` rows in place of `before`."""
+    """Return the result, with the settings for updates of `effective` rows instead of `before`."""
     wanted = search.rows if effective is None else effective
     least = math.ceil(wanted / search.rows)
     accumulate = next((k for k in range(least, 2 * least + 1) if wanted % k == 0), least)
@@ -300,7 +301,7 @@ def _told(
 
 
 def _scaled(trainer: Trainer[Any], *, before: int, to: int) -> tuple[float | None, str]:
-    """What rates are multiplied by, and a line that says so."""
+    """Return the factor of the rates, and a line of code with the rule."""
     kinds = {name: {one.__name__ for one in type(optimizer).__mro__} for name, optimizer in trainer.optimizers.items()}
     rules = {_rule(known) for known in kinds.values()}
     first = next(iter(trainer.optimizers.values()))
@@ -316,14 +317,14 @@ def _scaled(trainer: Trainer[Any], *, before: int, to: int) -> tuple[float | Non
 
 
 def _rule(names: Set[str]) -> str | None:
-    """Which rule holds for an optimizer whose classes have these names."""
+    """Return the rule for an optimizer whose classes have these names."""
     if not names.isdisjoint(ROOT):
         return "root"
     return None if names.isdisjoint(LINEAR) else "linear"
 
 
 def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
-    """The batch with most elements a row, and its rows."""
+    """Return the batch with most elements per row, and its rows."""
     rows = [rows_of(batch, "train") for batch in batches]
     sizes = [sum(one.numel() for one in tensors_in(batch)) / n for batch, n in zip(batches, rows, strict=True)]
     full = max(rows)
@@ -336,7 +337,7 @@ def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
 
 
 def _known(trainer: Trainer[Any]) -> list[Tensor]:
-    """The tensors that are there before a trial."""
+    """Return the tensors that exist before a trial."""
     found: list[Tensor] = [tensor for root in networks_of(trainer) for tensor in (*root.parameters(), *root.buffers())]
     for optimizer in trainer.optimizers.values():
         found += [one for state in optimizer.state.values() for one in tensors_in(state)]
@@ -352,17 +353,17 @@ def _check(*, share: float, **wholes: int | None) -> None:
 
 @suggests
 def linear_scaled(lr: float, *, batch: int, to: int) -> float:
-    """The rate for batches of `to` rows, where `lr` is right for `batch` rows: lr * to / batch.
+    """Return the rate for batches of `to` rows from the rate `lr` for `batch` rows: lr * to / batch.
 
-    For SGD (Goyal et al. 2017, arXiv 1706.02677), with a warm-up where batches get much larger, and up to a size from
-    which on it no longer holds. Rows are those of a whole update: accumulation and all processes included.
+    For SGD (Goyal et al. 2017, arXiv 1706.02677), with a warm-up where batches get much larger, and up to some size
+    only. Rows are those of an update: accumulation and all ranks included.
     """
     return _checked_rate("linear_scaled", lr, batch=batch, to=to) * to / batch
 
 
 @suggests
 def sqrt_scaled(lr: float, *, batch: int, to: int) -> float:
-    """The rate for batches of `to` rows, where `lr` is right for `batch` rows: lr * sqrt(to / batch).
+    """Return the rate for batches of `to` rows from the rate `lr` for `batch` rows: lr * sqrt(to / batch).
 
     It keeps the variance of an update (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741). For
     Adam and RMSprop it is the rule of Malladi et al. 2022 (arXiv 2205.10287), which with k = to / batch also has
@@ -380,7 +381,7 @@ def _checked_rate(name: str, lr: float, *, batch: int, to: int) -> float:
 
 
 def halved(batches: Sequence[Any]) -> list[Any]:
-    """Each batch in two, the first half as large as the second or a row larger; DataError where one has one row."""
+    """Return each batch cut in two, the first half as large as the second or a row larger; DataError for one row."""
     found: list[Any] = []
     for batch in batches:
         rows = rows_of(batch, "a batch")
@@ -392,7 +393,7 @@ def halved(batches: Sequence[Any]) -> list[Any]:
 
 
 def compact(batch: Any) -> Any:
-    """A batch whose tensors are not parts of larger ones: what is kept of it is then what it takes."""
+    """Return a batch whose tensors are not views of larger ones, which would stay in memory with it."""
     if isinstance(batch, Tensor):
         return batch.clone() if batch.untyped_storage().nbytes() > batch.nbytes else batch
     if isinstance(batch, Mapping):
@@ -403,7 +404,7 @@ def compact(batch: Any) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """One batch with the rows of all; containers keep their types. DataError where they do not fit together."""
+    """Return one batch with the rows of all, in containers of the same types; DataError for unequal shapes."""
     first = batches[0]
     if isinstance(first, Tensor | np.ndarray):
         join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate

@@ -1,4 +1,4 @@
-"""Modes to find errors in: gradients looked at where they are made, and the same numbers at every run."""
+"""Modes for debugging: torch's anomaly mode, and deterministic kernels."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from trainwright.core.suggestions import suggests
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
-"""The workspaces with which cuBLAS repeats its results."""
+"""The workspaces with which cuBLAS is deterministic."""
 
 
 @contextmanager
 @suggests
 def anomaly(*, check_nan: bool = True) -> Iterator[None]:
-    """Have torch name the line of the forward where a backward inside raises or gives a NaN.
+    """Have torch name the line of the forward where a backward raises or computes a NaN.
 
-    `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, put back at the end. It keeps a traceback of
-    every operation, and with `check_nan` reads each gradient as it is made: on CUDA a wait for each. A NaN raises at
-    once, also where `on_nonfinite="skip"` or an fp16 loss scale would have left the update out. Of compiled code it
-    names the call alone: `Fast(compile=None)` shows the line.
+    `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, restored at the end. It stores a traceback of
+    every operation, and with `check_nan` reads each gradient: on CUDA a synchronization for each. A NaN raises at once,
+    also where `on_nonfinite="skip"` or an fp16 loss scale would have skipped the update. In compiled code it names only
+    the call: `Fast(compile=None)` shows the line.
     """
     with torch.autograd.set_detect_anomaly(True, check_nan):
         yield
@@ -34,13 +34,13 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
 @contextmanager
 @suggests
 def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[None]:
-    """Have kernels repeat their results bit for bit on the same machine and with the same versions.
+    """Use deterministic kernels: the same bits at each run on the same machine and with the same versions.
 
-    `with deterministic(): trainer.fit(...)`. Operations that cannot raise (`warn_only=True`: warn). Switched on, and
-    put back at the end, are torch's deterministic algorithms, cuDNN's, no choice among them by timing, and
+    `with deterministic(): trainer.fit(...)`. Operations without such a kernel raise (`warn_only=True`: warn). It sets,
+    and restores at the end, the deterministic algorithms of torch and of cuDNN, `cudnn.benchmark=False`, and
     `CUBLAS_WORKSPACE_CONFIG`, which is read once, at the first matrix product on CUDA. `fill`: new memory is filled
-    with NaN, which shows who reads what nobody wrote. Inside, cuDNN's algorithms are not chosen by a clock. Seeds are
-    yours to set. SettingError where CUDA multiplies already by a workspace that is not fixed.
+    with NaN, which reveals reads of uninitialized memory. Seeds are yours to set. SettingError where CUDA has
+    multiplied matrices already with a workspace that is not fixed.
     """
     with ExitStack() as undo:
         undo.enter_context(_workspace())
@@ -52,7 +52,7 @@ def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[Non
 
 @contextmanager
 def _workspace() -> Iterator[None]:
-    """A fixed workspace for cuBLAS, where the environment names none: it is read at the first product."""
+    """Set a fixed workspace for cuBLAS where the environment has none: it is read at the first product."""
     before = os.environ.get(WORKSPACE)
     if before not in _FIXED:
         os.environ[WORKSPACE] = _FIXED[0]
@@ -67,7 +67,7 @@ def _workspace() -> Iterator[None]:
 
 @contextmanager
 def _repeating(*, warn_only: bool, fill: bool) -> Iterator[None]:
-    """Deterministic algorithms of torch and of cuDNN."""
+    """Set the deterministic algorithms of torch and of cuDNN."""
     cudnn: Any = torch.backends.cudnn
     memory: Any = torch.utils.deterministic
     exact, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -82,7 +82,7 @@ def _repeating(*, warn_only: bool, fill: bool) -> Iterator[None]:
 
 
 def _check_products() -> None:
-    """Refuse where cuBLAS runs already with another workspace: torch has read the environment, and tells by raising."""
+    """Refuse where cuBLAS runs already with another workspace: torch has read the environment, and raises."""
     one = torch.ones(1, 1, device="cuda")
     try:
         torch.mm(one, one)

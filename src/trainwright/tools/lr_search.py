@@ -1,4 +1,4 @@
-"""Learning-rate range test: the loss of a short run whose rate rises, what that says, and no trace of it."""
+"""Learning-rate range test: the losses of a short run with a rising rate, and the rate that they suggest."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from trainwright.tools.trial import check_trainer, data_kept, open_afresh, trace
 from trainwright.trainer import Trainer
 
 FEWEST = 16
-"""Updates below which a curve says nothing."""
+"""The fewest updates of a curve."""
 CLEAR = 3.0
-"""How many times its noise the loss must fall, and 1 % of itself, for the fall to be one."""
+"""The least fall of the loss, as a multiple of its noise; it must also be 1 % of the loss."""
 SLACK = 3.0
-"""How far below the rate of the lowest loss the suggestion lies at least."""
+"""The least factor between the rate of the lowest loss and the suggestion."""
 _RULE = "where the smoothed loss falls fastest, but at most a third of the rate where it is lowest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRRange:
-    """What a range test has measured, and what it suggests."""
+    """The curve of a range test, and the rate that it suggests."""
 
     rates: tuple[float, ...]
-    """The rate of each update: of the first group; the others' stay in proportion to it."""
+    """The rate of the first group at each update; those of other groups are in proportion to it."""
     losses: tuple[float, ...]
     """The loss of each update's window, before its step."""
     smoothed: tuple[float, ...]
     """At each rate, the straight line that fits best to the losses around it."""
     suggestion: float | None
-    """A rate to train with: a constant one, or the highest of a schedule. None where the curve gives none."""
+    """A rate to train with: a constant one, or the highest of a schedule. None where the curve suggests none."""
     rule: str
-    """How the suggestion follows from the curve, or why none does."""
+    """The rule of the suggestion, or the reason that there is none."""
     steepest: float | None
     """The rate where the smoothed loss falls fastest, before it is lowest."""
     tenth: float | None
     """A tenth of the rate where the smoothed loss is lowest: the other common rule, a careful one."""
     stopped: str
-    """Why the sweep ended."""
+    """The reason that the sweep ended."""
     notes: tuple[str, ...] = ()
-    """What else the curve says of itself, in a line each."""
+    """Further remarks on the curve, a line each."""
 
     def __str__(self) -> str:
         found = "no suggestion" if self.suggestion is None else f"suggested rate {self.suggestion:.3g}"
@@ -61,7 +61,7 @@ class LRRange:
         return "\n".join([f"{found}: {self.rule}", f"swept {swept}: {self.stopped}", *self.notes])
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return everything as plain data."""
         return asdict(self)
 
     def plot(self, path: str | Path | None = None) -> Any:
@@ -85,10 +85,10 @@ def find_lr(
     diverges: float = 4.0,
     batch_size: int | None = None,
 ) -> LRRange:
-    """Train on a rising rate until the loss diverges, put everything back, and say which rates train (Smith 2015).
+    """Train at a rising rate until the loss diverges, restore everything, and suggest a rate (Smith 2015).
 
     The updates are those of `trainer.fit(train, batch_size=batch_size)` with the trainer's precision, clipping and
-    accumulation; the rate of the first parameter group goes from `lowest` to `highest`, those of the others stay in
+    accumulation; the rate of the first parameter group rises from `lowest` to `highest`, those of others in
     proportion. Smith (arXiv 1506.01186) raises it linearly; by equal factors it shows all magnitudes. The sweep ends
     where the loss is not finite, or its running mean is more than `diverges` times its best and above its first.
     Model, optimizer, random states, data order, modes and counters are as before, also after an error. A UserWarning
@@ -107,13 +107,13 @@ def find_lr(
             trainer,
             schedule=_for_all(trainer, lambda update, _: raised(update) / own),
             observers=[sweep],
-            on_nonfinite="ignore",  # a loss that is not finite is what is looked for
-            fast=replace(trainer.fast, compile=None),  # the sweep is over before it has paid for compiling
+            on_nonfinite="ignore",  # a loss that is not finite ends the sweep
+            fast=replace(trainer.fast, compile=None),  # the sweep is too short to pay for compiling
         )
         sweep.stop = twin.stop
         result = twin.fit(source.beside(), max_updates=updates)
-    whole = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
-    found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or whole)
+    ended = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
+    found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or ended)
     if found.suggestion is None:
         warnings.warn(f"find_lr suggests no rate: {found.rule}", stacklevel=3)
     return found
@@ -129,7 +129,7 @@ class Raised:
     exponential: bool
 
     def __call__(self, update: int) -> float:
-        """The rate of this update."""
+        """Return the rate of this update."""
         share = min(1.0, update / (self.updates - 1))
         if self.exponential:
             ratio: float = (self.highest / self.lowest) ** share
@@ -138,21 +138,21 @@ class Raised:
 
 
 class Sweep(Observer):
-    """Notes the loss of each rate, and stops the run where it diverges."""
+    """Records the loss at each rate, and stops the run where it diverges."""
 
     def __init__(self, diverges: float) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.diverged = ""
-        """Where the loss diverged; empty where it did not."""
+        """The divergence in words; empty where there is none."""
         self.stop: Callable[[str], None] = lambda _: None
         self._diverges = diverges
         self._best = math.inf
         self._mean = 0.0
 
     def on_update(self, update: Update) -> None:
-        """Note the loss, and judge it."""
-        if update.skipped:  # by fp16, whose scale adapts: the rate stays for the next one
+        """Record the loss, and stop where it diverges."""
+        if update.skipped:  # by the loss scale of fp16: the next update has the same rate
             return
         if not math.isfinite(update.loss):
             self._end(f"the loss is {update.loss} at a rate of {update.lr:.3g}")
@@ -163,7 +163,7 @@ class Sweep(Observer):
 
     def _judge(self, update: Update) -> None:
         done = len(self.losses)
-        kept = min(0.9, 1 - 1 / done)  # of the first ten it is the plain mean
+        kept = min(0.9, 1 - 1 / done)  # the plain mean of the first ten
         self._mean = kept * self._mean + (1 - kept) * update.loss
         self._best = min(self._best, self._mean)
         too_high = self._best + (self._diverges - 1) * abs(self._best)
@@ -177,7 +177,7 @@ class Sweep(Observer):
 
 
 def read(rates: Sequence[float], losses: Sequence[float], *, exponential: bool, stopped: str) -> LRRange:
-    """What the losses of rising rates suggest."""
+    """Return the suggestion of the losses at rising rates."""
     rates, losses = tuple(rates), tuple(losses)
     places = [math.log10(rate) for rate in rates] if exponential else rates
     lines = _lines(places, losses, half=max(2, len(rates) // 16))
@@ -188,7 +188,7 @@ def read(rates: Sequence[float], losses: Sequence[float], *, exponential: bool, 
         return LRRange(**seen, suggestion=None, rule=rule, steepest=None, tenth=None)
     low = smoothed.index(min(smoothed))
     noise = _noise(losses[: max(low + 1, FEWEST)])
-    # From where the sweep began: to come back from an explosion is no fall.
+    # From the start of the sweep: a recovery from an explosion is no fall.
     fall = max(0.0, min(max(smoothed[: low + 1]), losses[0] + 2 * noise) - smoothed[low])
     if fall <= max(CLEAR * noise, 0.01 * abs(losses[0])):
         rule = f"the loss falls by no more than {fall:.2g}, and its noise is {noise:.2g}: try other rates, or more rows"
@@ -208,16 +208,16 @@ def read(rates: Sequence[float], losses: Sequence[float], *, exponential: bool, 
 
 def _notes(rates: Sequence[float], *, low: int, steep: int) -> tuple[str, ...]:
     edge = max(2, len(rates) // 16)
-    told = []
+    notes = []
     if steep < edge:
-        told.append(f"the loss falls fastest right at the lowest rate: begin lower, lowest={rates[0] / 100:.1g}")
+        notes.append(f"the loss falls fastest right at the lowest rate: begin lower, lowest={rates[0] / 100:.1g}")
     if low >= len(rates) - edge:
-        told.append(f"the loss still falls at the highest rate: go on, highest={rates[-1] * 100:.1g}")
-    return tuple(told)
+        notes.append(f"the loss still falls at the highest rate: go on, highest={rates[-1] * 100:.1g}")
+    return tuple(notes)
 
 
 def _lines(places: Sequence[float], values: Sequence[float], *, half: int) -> list[tuple[float, float]]:
-    """Height and slope, at each place, of the line of least squares through `half` neighbours on either side.
+    """Return height and slope, at each place, of the least-squares line through `half` neighbors on either side.
 
     Savitzky and Golay 1964, of order 1: unlike a running mean it does not lag behind.
     """
@@ -233,7 +233,7 @@ def _lines(places: Sequence[float], values: Sequence[float], *, half: int) -> li
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """The standard deviation of losses around their trend, by the median step from one to the next."""
+    """Return the standard deviation of losses around their trend, by the median step from one to the next."""
     steps = [after - before for before, after in pairwise(losses)]
     middle = median(steps)
     return 1.4826 * median(abs(step - middle) for step in steps) / math.sqrt(2)
@@ -247,7 +247,7 @@ def _refuse_schedulers(trainer: Trainer[Any]) -> None:
 
 
 def _own_rate(trainer: Trainer[Any]) -> float:
-    """The rate that a schedule would start from in the first parameter group."""
+    """Return the rate at which a schedule would start in the first parameter group."""
     groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
     if not groups or not all(isinstance(group.get("lr"), float | int | Tensor) for group in groups):
         raise SettingError("find_lr of a trainer without an optimizer that has rates", want="lr in each group")
@@ -259,7 +259,7 @@ def _own_rate(trainer: Trainer[Any]) -> float:
 
 
 def _for_all(trainer: Trainer[Any], schedule: Callable[[int, int], float]) -> Any:
-    """The schedule, or the same by the name of each of several optimizers."""
+    """Return the schedule, or a dict with it for each of several optimizers."""
     names = list(trainer.optimizers)
     return schedule if names == [ONLY] else dict.fromkeys(names, schedule)
 

@@ -26,29 +26,29 @@ from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless
 from trainwright.trainer import Trainer
 
 _BY_LENGTH = ("schedule", "average")
-"""Parts that may need a longer run than a trial."""
+"""Slots that may need a longer run than a trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmokeRun:
-    """What was run, and what it gave; `print` shows it."""
+    """The record of a smoke run; `print` shows it."""
 
     updates: int
     """Updates that were applied."""
     skipped: int
-    """Updates that were held back."""
+    """Updates that were skipped."""
     losses: tuple[float, ...]
     """The loss of each update."""
     numbers: Mapping[str, float]
-    """The last row: training's means, and those of the validation batches."""
+    """The last row: means over training, and over the validation batches."""
     ran: tuple[str, ...]
-    """What was run, in a line each."""
+    """The parts that ran, a line each."""
     left_out: tuple[str, ...]
-    """What was not run, and why."""
+    """The parts that did not run, with the reason."""
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data."""
+        """Return everything as plain data."""
         return asdict(self)
 
     def __str__(self) -> str:
@@ -64,9 +64,9 @@ def smoke_run(
 ) -> SmokeRun:
     """Run `updates` updates, two batches of each validation set, all hooks between, and the checkpoint up to its file.
 
-    Errors come out as from `fit`. Afterwards everything is as it was: weights, optimizers, counters, random states;
-    what hooks of your own write to files or elsewhere is theirs. Observers are not told. SettingError in a group of
-    several processes; DataError for a stream that cannot be read afresh, with the cure.
+    Errors are those of `fit`. Afterwards everything is restored: weights, optimizers, counters, random states, but not
+    files that your hooks write. Observers are not called. SettingError in a group of several processes; DataError for
+    a stream that cannot be read again.
     """
     check_trainer(trainer, "smoke_run")
     check_whole(updates, f"smoke_run(updates={updates!r})")
@@ -80,13 +80,13 @@ def smoke_run(
             before.restore()
             if not parts:
                 raise
-            told = _run_once(trainer, found, held_out, updates=updates, parts={})  # raises again what is not theirs
+            run = _run_once(trainer, found, held_out, updates=updates, parts={})  # raises again any other error
             why = f"{', '.join(parts)}, in so short a run: {str(error).splitlines()[0]}"
-            return replace(told, left_out=(why, *told.left_out))
+            return replace(run, left_out=(why, *run.left_out))
 
 
 class _Losses(Observer):
-    """Keeps the loss of each update."""
+    """Records the loss of each update."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
@@ -125,7 +125,7 @@ def _run_once(
 
 
 def _held_out(val: Any, batch_size: int | None) -> Any:
-    """Two batches of each validation set."""
+    """Return two batches of each validation set."""
     if isinstance(val, Mapping) and not all(hasattr(one, "shape") for one in val.values()):
         return {name: _held_out(one, batch_size) for name, one in val.items()}
     with rng_preserved():
@@ -164,20 +164,20 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overfit:
-    """How the loss went on the same few batches; `print` shows it."""
+    """The losses on the same few batches; `print` shows them."""
 
     batches: int
     updates: int
     losses: tuple[float, ...]
     """The mean loss of each pass over the batches."""
     share: float
-    """What the last loss was to be, as a share of the first, for `fell`."""
+    """The largest last loss for `fell`, as a share of the first."""
     untrained: tuple[str, ...]
-    """Parameters that require a gradient and got none, or only zeros, each time that it was looked."""
+    """Parameters that require a gradient and had none, or only zeros, at each check."""
     rates: tuple[float, ...]
     """The learning rate of each parameter group."""
     error: str = ""
-    """The error of a loss or gradient that was not finite, which ended it."""
+    """The error of a loss or gradient that was not finite, which ended the run."""
 
     @property
     def fell(self) -> bool:
@@ -186,11 +186,11 @@ class Overfit:
 
     @property
     def _falls(self) -> bool:
-        """Whether the loss was falling still when the updates were over."""
+        """Whether the loss was still falling at the last update."""
         return len(self.losses) > 2 and self.losses[-1] < 0.9 * self.losses[len(self.losses) // 2]
 
     def to_dict(self) -> dict[str, Any]:
-        """Everything as plain data, `fell` among it."""
+        """Return everything as plain data, with `fell`."""
         return {**asdict(self), "fell": self.fell}
 
     def __str__(self) -> str:
@@ -222,11 +222,11 @@ def overfit_batches(
     share: float = 0.05,
     batch_size: int | None = None,
 ) -> Overfit:
-    """Train on the same first `batches` batches for at most `updates` updates, and say whether the loss fell to zero.
+    """Train on the same first `batches` batches for at most `updates` updates; return whether the loss fell to zero.
 
-    It ends early where the loss has come down to `share` of what it was, twice in a row. Dropout modules are off and
-    each batch is one update; rates stay as the optimizer has them, without a schedule. Afterwards everything is as it
-    was, as after `smoke_run`. SettingError in a group of several processes; DataError for a stream.
+    It ends early where the loss is at most `share` of the first, twice in a row. Dropout modules are off and each batch
+    is one update; rates are those of the optimizer, without a schedule. Afterwards everything is restored, as after
+    `smoke_run`. SettingError in a group of several processes; DataError for a stream.
     """
     check_trainer(trainer, "overfit_batches")
     for name, value in (("batches", batches), ("updates", updates)):
@@ -256,14 +256,14 @@ def overfit_batches(
 
 
 class _LossRecorder(Observer):
-    """Keeps the mean loss of each pass, and ends the run where it is near zero."""
+    """Records the mean loss of each pass, and ends the run near zero."""
 
     def __init__(self, batches: int, share: float) -> None:
         self.passes: list[float] = []
         self._batches, self._share = batches, share
         self._running: list[float] = []
         self.untrained: list[str] | None = None
-        """Parameters that no gradient has reached so far; None before it was looked."""
+        """Parameters without a gradient at all checks so far; None before the first check."""
 
     def on_update(self, update: Update) -> None:
         self._running.append(update.loss)
@@ -272,7 +272,7 @@ class _LossRecorder(Observer):
             self._running = []
 
     def look(self, trainer: Trainer[Any]) -> None:
-        """Note what gradients reach; stop where the last two passes were near zero."""
+        """Record parameters without gradients; stop where the last two passes were near zero."""
         if self.untrained != []:
             names = _untrained(trainer)
             self.untrained = [name for name in names if self.untrained is None or name in self.untrained]

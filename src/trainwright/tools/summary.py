@@ -30,23 +30,23 @@ Call = Callable[[nn.Module, Any], Any]
 _META = torch.device("meta")
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-"""Modules whose weights take part in no multiplication."""
+"""Modules whose weights are not multiplied."""
 
 
 @suggests
 def summary(
     model: nn.Module, batch: Any, *, call: Call | None = None, on: Literal["meta", "device"] = "meta"
 ) -> Summary:
-    """Return what each module of a model holds and does with this batch, forward and backward.
+    """Return parameters, operations and memory of each module of a model for this batch, forward and backward.
 
     The model is called as the default steps of a trainer call it: with all of a tuple but the target at its end, with
-    a mapping's items but its target; where its `forward` does not take that, with the whole batch; or by
-    `call(model, batch)`. It runs as a copy on torch's meta device, which holds shapes and no numbers; `on="device"`
-    runs a copy where the model lies, under autocast too. A model that does not run on meta (`.item()`, a device named
-    in its code), or is asked about under autocast, which meta has not, runs there by itself, and `note` says why.
-    Model, modes, random state and batch stay as they are. Hooks of the model are left out. What is kept is counted as
-    the operations of that device keep it: fused kernels of a GPU may keep less. SettingError where a parameter has no
-    shape yet, and where the model cannot be called with the batch.
+    a mapping's items but its target; where its `forward` does not accept that, with the complete batch; or by
+    `call(model, batch)`. A copy runs on torch's meta device, which has shapes and no values; `on="device"` runs a copy
+    on the model's device, under autocast too. A model that does not run on meta (`.item()`, a device in its code), or
+    is measured under autocast, which meta does not have, runs on its own device, and `note` gives the reason. Model,
+    modes, random state and batch do not change. Hooks do not run. Bytes kept are those of the kernels of that device:
+    fused kernels of a GPU may keep less. SettingError where a parameter has no shape yet, and where the model cannot
+    be called with the batch.
     """
     check_choice(on, "summary", "on", choices=("meta", "device"))
     if not isinstance(model, nn.Module):
@@ -86,7 +86,7 @@ class PassMemory:
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A module, with all that is inside it."""
+    """A module, with the modules inside it."""
 
     name: str
     """Its first name; "" is the model."""
@@ -94,7 +94,7 @@ class Layer:
     """Its class."""
     depth: int
     calls: int = 0
-    """How often its forward was called; 0 where others use its weights, or nobody does."""
+    """Calls of its forward; 0 where only others use its weights, or none."""
     outputs: tuple[tuple[int, ...], ...] = ()
     """The shapes of the tensors that its first call returned."""
     parameters: int = 0
@@ -106,17 +106,17 @@ class Layer:
     flops: int = 0
     """Floating-point operations of its forward: matrix products, convolutions, attention."""
     kept: int = 0
-    """Bytes made in its forward that stay for the backward."""
+    """Bytes made in its forward that are kept for the backward."""
     uncounted: bool = False
-    """Whether it has weights for products, and no operations are known: its kernel has no formula."""
+    """Whether it has matrices and no known operations: torch has no formula for its kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What a model holds, computes and keeps; `print` shows a table."""
+    """Parameters, operations and memory of a model; `print` shows a table."""
 
     layers: tuple[Layer, ...]
-    """The model first, then what is inside it, each module once."""
+    """The model first, then the modules inside it, each once."""
     total: PassMemory
     """Memory and operations of forward and backward together."""
     weights: int
@@ -124,7 +124,7 @@ class Summary:
     buffers: int
     """Bytes of buffers."""
     note: str = ""
-    """Why it ran where the model lies, and not on the meta device; "" where it ran there."""
+    """The reason that it ran on the model's device; "" where it ran on the meta device."""
 
     def __getitem__(self, name: str) -> Layer:
         """Return the layer of this name."""
@@ -188,7 +188,7 @@ def _why_not_meta(model: nn.Module) -> str:
 
 
 def _watched(model: nn.Module, call: _Call, on: torch.device | None) -> _LayerRecorder:
-    """Follow memory forward and backward."""
+    """Count bytes, forward and backward."""
     watch = _LayerRecorder(list(model.modules()))
     with _dry_run(model, call, on, prepare=watch.memory) as run:
         watch.kept, watch.peak = _kept_and_peak(run, watch.note)
@@ -196,18 +196,18 @@ def _watched(model: nn.Module, call: _Call, on: torch.device | None) -> _LayerRe
 
 
 def _counted(model: nn.Module, call: _Call, on: torch.device | None, *, watch: _LayerRecorder) -> int:
-    """Count operations: those of each module's forward, and those of forward and backward together, returned."""
+    """Count operations of each module's forward; return those of forward and backward together."""
     watch.flops.clear()
     with _dry_run(model, call, on, counts=True, prepare=watch.operations) as run:
         backward = run.release_output()
-        watch.over = True  # a backward may compute modules again
+        watch.over = True  # a backward may recompute modules
         backward()
         return run.flops
 
 
 @dataclass
 class _LayerRecorder:
-    """Follows which modules of a copy are running, by their place among all modules."""
+    """Records which modules of a copy are running, by their position among all modules."""
 
     modules: list[nn.Module]
     running: list[int] = field(default_factory=list)
@@ -222,17 +222,17 @@ class _LayerRecorder:
     """Whether the forward has ended."""
 
     def memory(self, run: _DryRun) -> None:
-        """Note calls and shapes, and to whom memory belongs."""
+        """Record calls and shapes, and the owners of memory."""
         self._follow(run, self._returned)
         assert run.living is not None
         run.living.maker = lambda: tuple(self.running)
 
     def note(self, living: LiveTensors) -> None:
-        """Note what is kept when the forward has ended."""
+        """Record the bytes kept at the end of the forward."""
         self.made, self.over = dict(living.by), True
 
     def operations(self, run: _DryRun) -> None:
-        """Note operations of modules; those of a call inside another of the same module are in that one's."""
+        """Record operations of modules; a call inside another of the same module counts in that one."""
         began: list[int] = []
 
         def end(index: int, _: Any) -> None:
@@ -243,7 +243,7 @@ class _LayerRecorder:
         self._follow(run, end, lambda: began.append(run.flops))
 
     def layer(self, index: int, name: str, module: nn.Module) -> Layer:
-        """What was found of a module; one without a forward has what is inside it."""
+        """Return the record of a module; one without a forward has the sums of the modules inside it."""
         parameters, calls = parameters_of(module), self.calls.get(index, 0)
         tops = {self.modules.index(one) for one in self._called(module)}
         flops = sum(self.flops.get(one, 0) for one in tops)
@@ -263,7 +263,7 @@ class _LayerRecorder:
         )
 
     def _called(self, module: nn.Module) -> list[nn.Module]:
-        """The module, or where it was not called the outermost ones in it that were."""
+        """Return the module, or if it was not called the outermost ones in it that were."""
         if self.calls.get(self.modules.index(module)):
             return [module]
         return [inner for child in module.children() for inner in self._called(child)]

@@ -1,4 +1,4 @@
-"""Copies everything that a trial of a trainer may change, in the memory of the host, and restores it in place."""
+"""A snapshot, in host memory, of everything that a trial of a trainer may change; restored in place."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class TrainerSnapshot(Snapshot):
-    """All that a trainer, its modules and its optimizers hold, its counters, and the random states.
+    """The state of a trainer, its modules and its optimizers, its counters, and the random states.
 
     Random states come first, so that an error in a later part does not leave them changed.
     """
@@ -45,16 +45,16 @@ class TrainerSnapshot(Snapshot):
 
 
 class ObjectGraph(SnapshotPart):
-    """What some objects hold in their attributes: containers, arrays, generators and tensors, down to the last.
+    """The containers, arrays, generators and tensors in the attributes of some objects, at any depth.
 
-    The same containers and tensors are filled again. Other objects in them are taken as they are.
+    The same containers and tensors are filled again. Other objects in them are not copied.
     """
 
     def __init__(self, roots: Sequence[Any], *, tensors: Sequence[Tensor] = ()) -> None:
         self._roots, self._more = roots, tensors
 
     def capture(self) -> None:
-        """Walk through the objects, and copy what they hold."""
+        """Walk through the objects, and copy their contents."""
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._slots: list[tuple[Any, str, Any]] = []
         self._generators: dict[int, tuple[Any, Any]] = {}
@@ -70,7 +70,7 @@ class ObjectGraph(SnapshotPart):
         self._memory.capture()
 
     def restore(self, ago: int = 0) -> None:
-        """Fill all of them again; the copies stay, so that this can be done again."""
+        """Fill all of them again; the copies remain, so that this can be repeated."""
         for container, held in self._containers.values():
             _refill(container, held)
         for owner, name, value in self._slots:
@@ -85,7 +85,7 @@ class ObjectGraph(SnapshotPart):
         return self._memory.tensors
 
     def _walk(self, value: Any, tensors: dict[int, Tensor]) -> None:
-        """Note a container with what it holds, and the tensors inside."""
+        """Record a container with its contents, and the tensors inside."""
         if isinstance(value, Tensor):
             tensors[id(value)] = value
         elif isinstance(value, LRScheduler):  # one that a hook steps; its optimizer is a root of its own
@@ -105,7 +105,7 @@ class ObjectGraph(SnapshotPart):
 
 
 class TensorMemory(SnapshotPart):
-    """Tensors with their gradients and `requires_grad`: each value goes back into the memory that it was in."""
+    """Tensors with their gradients and `requires_grad`; values are restored in the same memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         leaves = [tensor for tensor in tensors if tensor.is_leaf]
@@ -114,10 +114,10 @@ class TensorMemory(SnapshotPart):
         """The tensors, then their gradients."""
 
     def capture(self) -> None:
-        """Copy the values to the host, and note where they lie."""
+        """Copy the values to the host, and record their memory."""
         self._aliases = [tensor.detach() for tensor in self.tensors]
         self._values = [_unexpanded(tensor.detach()).to("cpu", copy=True) for tensor in self.tensors]
-        self._hidden = versions_preserved(self.tensors)  # a look at version counters finds the weights unchanged
+        self._hidden = versions_preserved(self.tensors)  # version counters show the weights as unchanged
 
     @torch.no_grad()
     def restore(self, ago: int = 0) -> None:
@@ -136,13 +136,13 @@ class TensorMemory(SnapshotPart):
 
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
-"""What is filled again with what it held; any other object is taken as it is."""
+"""Containers that are filled again with their contents; other objects are not copied."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _UNSET: Any = object()
 
 
 def _is_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor lies in one piece of memory; a sparse or nested one is made of several."""
+    """Return whether a tensor has one storage; a sparse or nested one has several."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
@@ -157,7 +157,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _refuse_lazy(modules: Sequence[nn.Module]) -> None:
-    """Refuse layers whose weights have no shape yet: their first batch initializes them for good."""
+    """Refuse layers whose weights have no shape yet: their first batch initializes them irreversibly."""
     lazy = [type(module).__name__ for module in modules if _is_lazy(module)]
     if lazy:
         what = f"a trial of layers that have no shape yet: {', '.join(sorted(set(lazy)))}"
@@ -187,7 +187,7 @@ def _set_slot(owner: Any, name: str, value: Any) -> None:
 
 
 def _refill(container: Any, held: Any) -> None:
-    """Make a list, dict, set, deque or array hold what a copy of it does."""
+    """Fill a list, dict, set, deque or array with the contents of its copy."""
     if isinstance(container, np.ndarray):
         container[...] = held
         return
