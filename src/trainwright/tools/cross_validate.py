@@ -252,7 +252,7 @@ class _Splits:
 
 def _split(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) -> _Splits:
     """Return the rows of every fold; DataError where a row, or a group, is on both sides of one."""
-    rows = _length(data)
+    rows = len(rows_of(data, None))  # DataError for data without numbered rows
     groups = None if groups is None else _column(groups, "groups", rows)
     classes = _last_column(data) if target is None else _column(target, "target", rows)
     splitter = _splitter(folds, rows, classes, groups=groups, seed=seed) if isinstance(folds, int) else folds
@@ -319,13 +319,6 @@ def _refuse_leak(what: str, train: NDArray[Any], held_out: NDArray[Any], *, inde
             want=f"{what} that are on one side only",
             fix="folds=GroupKFold(5), or a number of folds" if what == "groups" else "",
         )
-
-
-def _length(data: Any) -> int:
-    """Return the number of rows; DataError for data without numbered rows."""
-    rows_of(data, None)
-    columns = list(data.values()) if isinstance(data, dict) else data
-    return len(columns[0]) if isinstance(data, tuple | dict) else len(data)
 
 
 def _last_column(data: Any) -> NDArray[Any] | None:

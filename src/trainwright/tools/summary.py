@@ -55,7 +55,7 @@ def summary(
         if is_lazy(parameter):
             what = f"summary: {name} has no shape yet"
             raise SettingError(what, fix="call model(one_batch) once before")
-    forward = _Call((batch,), call=call) if call is not None else _call_of(model, batch)
+    forward = _ModelCall((batch,), call=call) if call is not None else _call_of(model, batch)
     note = 'on="device"' if on == "device" else _why_not_meta(model)
     if note:
         watch = _watched(model, forward, None)
@@ -187,7 +187,7 @@ def _why_not_meta(model: nn.Module) -> str:
     return "meta has no autocast" if under else ""
 
 
-def _watched(model: nn.Module, call: _Call, on: torch.device | None) -> _LayerRecorder:
+def _watched(model: nn.Module, call: _ModelCall, on: torch.device | None) -> _LayerRecorder:
     """Count bytes, forward and backward."""
     watch = _LayerRecorder(list(model.modules()))
     with _dry_run(model, call, on, prepare=watch.memory) as run:
@@ -195,7 +195,7 @@ def _watched(model: nn.Module, call: _Call, on: torch.device | None) -> _LayerRe
     return watch
 
 
-def _counted(model: nn.Module, call: _Call, on: torch.device | None, *, watch: _LayerRecorder) -> int:
+def _counted(model: nn.Module, call: _ModelCall, on: torch.device | None, *, watch: _LayerRecorder) -> int:
     """Count operations of each module's forward; return those of forward and backward together."""
     watch.flops.clear()
     with _dry_run(model, call, on, counts=True, prepare=watch.operations) as run:
@@ -325,7 +325,7 @@ class _DryRun:
 @contextmanager
 def _dry_run(
     model: nn.Module,
-    call: _Call,
+    call: _ModelCall,
     on: torch.device | None,
     *,
     counts: bool = False,
@@ -375,7 +375,7 @@ def _kept_and_peak(run: _DryRun, look: Callable[[LiveTensors], None]) -> tuple[i
 
 
 @dataclass(frozen=True)
-class _Call:
+class _ModelCall:
     """The arguments of a forward."""
 
     inputs: tuple[Any, ...] = ()
@@ -389,26 +389,26 @@ class _Call:
             return self.call(model, *self.inputs, **self.keywords)
         return model(*self.inputs, **self.keywords)
 
-    def on(self, device: torch.device) -> _Call:
+    def on(self, device: torch.device) -> _ModelCall:
         """Return the same call with its tensors on a device."""
-        return _Call(move(self.inputs, device), move(self.keywords, device), self.call)
+        return _ModelCall(move(self.inputs, device), move(self.keywords, device), self.call)
 
-    def copied_to(self, model: nn.Module) -> _Call:
+    def copied_to(self, model: nn.Module) -> _ModelCall:
         """Return the same call with copies of its tensors on the device of the model's first parameters."""
         place = next(iter(devices_of(model)), torch.device("cpu"))
 
         def copied(tensor: Tensor) -> Tensor:
             return tensor.detach().to(place, copy=True).requires_grad_(tensor.requires_grad)
 
-        return _Call(change(self.inputs, place, copied), change(self.keywords, place, copied), self.call)
+        return _ModelCall(change(self.inputs, place, copied), change(self.keywords, place, copied), self.call)
 
 
-def _call_of(model: nn.Module, batch: Any) -> _Call:
+def _call_of(model: nn.Module, batch: Any) -> _ModelCall:
     """Return the call with the inputs of a batch, else with the complete batch, whichever the forward accepts."""
     inputs, _ = split(batch)
     whole = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
     for each in (inputs, whole):
-        call = _Call((), dict(each)) if isinstance(each, Mapping) else _Call(tuple(each))
+        call = _ModelCall((), dict(each)) if isinstance(each, Mapping) else _ModelCall(tuple(each))
         if _accepts(model, call):
             return call
     have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(whole)}"
@@ -420,7 +420,7 @@ def _call_of(model: nn.Module, batch: Any) -> _Call:
     )
 
 
-def _accepts(model: nn.Module, call: _Call) -> bool:
+def _accepts(model: nn.Module, call: _ModelCall) -> bool:
     try:
         inspect.signature(model.forward).bind(*call.inputs, **call.keywords)
     except TypeError:
