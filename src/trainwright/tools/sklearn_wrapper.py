@@ -1,4 +1,4 @@
-"""Networks as estimators of scikit-learn, for `GridSearchCV`, `Pipeline` and the rest. Imported when asked for."""
+"""Networks as estimators of scikit-learn, for `GridSearchCV` and `Pipeline`. Imported on first use."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ from trainwright.update.losses import KnownLoss, known_loss
 
 Array = NDArray[Any]
 _NESTED = ("module", "trainer")
-"""What `<name>__x` sets an entry of `<name>_params` of."""
+"""Prefixes: `<name>__x` sets the entry x of `<name>_params`."""
 _FOR_PREDICTION = ("device", "precision")
-"""The settings of a trainer that predictions are made with too."""
+"""The settings of a trainer that apply to predictions too."""
 
 
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """What the classifier and the regressor share."""
+    """The base class of classifier and regressor."""
 
     _is_classifier = False
 
@@ -92,9 +92,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train a fresh module on `X` (rows, features) and `y`; return the estimator.
 
-        `sample_weight` weighs each row's loss: an update goes by the weighted mean over its rows, and rows of weight 0
-        are left out. The random state of the process stays as it was, but for a draw from NumPy's where `random_state`
-        is None, as with every estimator of scikit-learn.
+        `sample_weight` multiplies each row's loss: the loss of an update is the weighted mean over its rows, and rows
+        of weight 0 are left out. The random state of the process is restored, but for a draw from NumPy's where
+        `random_state` is None, as with every estimator of scikit-learn.
         """
         X, y = validate_data(self, X, y, dtype=self._numpy_dtype(), multi_output=not self._is_classifier)
         weight = _weights(sample_weight, X)
@@ -108,7 +108,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return self
 
     def _train(self, columns: Sequence[Array], outputs: int, *, seed: int) -> None:
-        trainer = self._made(columns[0].shape[1], outputs, weighed=len(columns) == 3)
+        trainer = self._make_trainer(columns[0].shape[1], outputs, weighed=len(columns) == 3)
         held_out = None
         if self.validation is not None:
             classes = columns[1] if self._is_classifier else None
@@ -120,8 +120,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         self.history_ = trainer.fit(train, val, epochs=self.epochs).history
         self.module_ = trainer.model
 
-    def _made(self, features: int, outputs: int, *, weighed: bool) -> Trainer[Any]:
-        """A trainer with a fresh module, for so many features and outputs."""
+    def _make_trainer(self, features: int, outputs: int, *, weighed: bool) -> Trainer[Any]:
+        """Return a trainer with a fresh module, for these numbers of features and outputs."""
         build = perceptron if self.module == "auto" else self.module
         if isinstance(build, nn.Module) or not callable(build):
             want = "a class, or a function (features, outputs) that builds a fresh one"
@@ -131,18 +131,18 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         module = build(features, outputs, **params).to(getattr(torch, self.dtype))
         optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
         optimizer = partial(optimizer, lr=self.lr) if _takes_parameters(optimizer) else optimizer(lr=self.lr)
-        loss: Any = copy.deepcopy(self.loss)  # a module may learn
+        loss: Any = copy.deepcopy(self.loss)  # a module may have weights of its own
         if loss == "auto":
             loss = nn.CrossEntropyLoss() if self._is_classifier else nn.MSELoss()
         settings = {"console": False, "parallel": None, **(self.trainer_params or {})}
         if not weighed:
             return Trainer(module, optimizer, loss, **settings)
-        trainer = _Weighed(module, optimizer, loss, **settings)
+        trainer = _WeightedTrainer(module, optimizer, loss, **settings)
         trainer.each = _each_row(loss)
         return trainer
 
     def _outputs(self, X: Any) -> Tensor:
-        """What the module gives for rows."""
+        """Return the outputs of the module for rows."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=self._numpy_dtype(), reset=False)
         settings = {name: value for name, value in (self.trainer_params or {}).items() if name in _FOR_PREDICTION}
@@ -161,13 +161,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return np.dtype(self.dtype)
 
     def _read_target(self, y: Array) -> tuple[Array, int]:
-        """The target as the loss reads it, and how many outputs the module has."""
+        """Return the target as the loss reads it, and the number of outputs of the module."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        """The weights are pickled as they lie on the CPU, so that they are read where there is no GPU."""
-        kept: Any = super().__getstate__()
-        state: dict[str, Any] = dict(kept)
+        """Return the state with the weights on the CPU, so that it can be loaded without a GPU."""
+        state: dict[str, Any] = dict(super().__getstate__())
         module = state.get("module_")
         if module is not None and any(not tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
             state["module_"] = copy.deepcopy(module).cpu()
@@ -177,12 +176,12 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A network as a classifier of scikit-learn.
 
-    `module(n_features, n_classes, **module_params)` builds it, and gives one score per class: a class of yours, or a
+    `module(n_features, n_classes, **module_params)` builds it, with one score per class: a class of yours, or a
     function; "auto" is a perceptron with a hidden layer of `width` 64. `loss`: "auto" is cross entropy. `optimizer`: a
     class of torch's, a partial of one, or `sgd` and its like, given `lr`; "auto" is `adamw`. `batch_size`: rows, or
     "all". `validation`: a share of the rows to validate on. `trainer_params`: other settings of the `Trainer`. A grid
     may ask for any of them, and for `module__width` or `trainer__clip`. Module and inputs are made `dtype`.
-    `random_state` is scikit-learn's: a whole number gives the same fit again. After `fit`: `classes_`, `module_`,
+    `random_state` is scikit-learn's: a whole number repeats a fit. After `fit`: `classes_`, `module_`,
     `history_`.
     """
 
@@ -217,7 +216,7 @@ class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     """A network as a regressor of scikit-learn, of one output or several.
 
     `module(n_features, n_outputs, **module_params)` builds it, and gives (rows, n_outputs). `loss`: "auto" is the mean
-    squared error. The target is taken as it is: `TransformedTargetRegressor` scales it. All else as for
+    squared error. The target is not scaled: `TransformedTargetRegressor` does that. All else as for
     `SklearnClassifier`. After `fit`: `module_`, `history_`.
     """
 
@@ -245,7 +244,7 @@ def perceptron(features: int, outputs: int, *, width: int = 64) -> nn.Module:
     return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
-class _Weighed(Trainer[Any]):
+class _WeightedTrainer(Trainer[Any]):
     """A trainer whose batches are (inputs, target, weight of each row): losses are weighted means."""
 
     each: Callable[[Tensor, Tensor], Tensor]
@@ -264,12 +263,12 @@ class _Weighed(Trainer[Any]):
 
 
 def _takes_parameters(optimizer: Any) -> bool:
-    """Whether it is a class of torch's or a partial of one, and no `adamw`, which makes a function of the model."""
+    """Return whether it is a class of torch's or a partial of one; `adamw(lr=...)` returns a function of the model."""
     return isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
 
 
 def _each_row(loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """The loss as one value per row; SettingError for one that cannot be taken apart."""
+    """Return the loss as one value per row; SettingError for one without a known form per row."""
     known: KnownLoss | None = known_loss(loss)
     if known is None or known.reduction != "mean" or getattr(loss, "weight", None) is not None:
         fix = "loss=nn.CrossEntropyLoss(), and the weights of classes in sample_weight"
