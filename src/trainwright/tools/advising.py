@@ -13,7 +13,7 @@ from trainwright.core.checks import check_number
 from trainwright.core.errors import first_line
 from trainwright.core.suggestions import suggests
 from trainwright.tools.advice import Advice, Effect, Noise, effect_of, noise_of, slow_loader
-from trainwright.tools.batching import compact
+from trainwright.tools.batch_search import compact
 from trainwright.tools.findings import findings
 from trainwright.tools.techniques import Technique, process_settings, techniques
 from trainwright.tools.timing import Block, measure_phases, peak_memory, run_block

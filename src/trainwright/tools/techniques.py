@@ -21,7 +21,7 @@ from trainwright.data.batches import batches
 from trainwright.data.row_batches import Batches
 from trainwright.data.sources import open_source
 from trainwright.modules.activations import checkpoint_activations, is_recomputed
-from trainwright.tools.batching import joined
+from trainwright.tools.batch_search import joined
 from trainwright.trainer import Trainer
 
 COMPILING = 40.0
