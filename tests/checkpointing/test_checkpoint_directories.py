@@ -39,18 +39,6 @@ def test_a_directory_with_a_damaged_checkpoint_is_not_started_over(start, tmp_pa
         find_checkpoint("auto", tmp_path / "run")
 
 
-def test_two_runs_at_once_are_refused(start):
-    start()
-    with pytest.raises(CheckpointError, match="another run"):
-        start()
-
-
-def test_a_directory_that_cannot_be_written_is_refused_before_training(start, tmp_path):
-    (tmp_path / "run").touch()
-    with pytest.raises(CheckpointError, match="cannot be written"):
-        start()
-
-
 def test_an_older_checkpoint_is_not_resumed_among_later_ones(start, tmp_path):
     manager = start()
     for update in (1, 2, 3):

@@ -38,13 +38,6 @@ def results(writer):
     return [done.error or done.result for done in writer.outcomes()]
 
 
-def test_a_job_runs_in_another_thread_and_its_result_is_returned_once(writer):
-    writer.start(threading.get_ident)
-    writer.wait()
-    (ident,) = results(writer)
-    assert ident != threading.get_ident() and results(writer) == []
-
-
 def test_the_thread_begins_with_the_first_job_and_ends_with_the_last():
     before = set(threading.enumerate())  # of other tests too, whose threads may end meanwhile
     writer = Writer("test", async_save=True)
@@ -56,26 +49,6 @@ def test_the_thread_begins_with_the_first_job_and_ends_with_the_last():
     thread.join(60)
     assert not thread.is_alive() and set(threading.enumerate()) <= before
     writer.close(lambda: None)
-
-
-def test_the_next_job_waits_until_the_last_is_done(writer):
-    first, order = Gate("first"), []
-    writer.start(first)
-    assert first.begun.wait(10)
-    threading.Timer(0.05, lambda: (order.append("opened"), first.opened.set())).start()
-    writer.start(lambda: order.append("second"))
-    writer.wait()
-    assert order == ["opened", "second"]
-    assert results(writer) == ["first", None]
-
-
-def test_an_error_of_a_job_is_returned_once_and_the_thread_continues(writer):
-    writer.start(lambda: 1 / 0)
-    writer.start(lambda: "next")
-    writer.wait()
-    error, result = results(writer)
-    assert isinstance(error, ZeroDivisionError) and result == "next"
-    assert results(writer) == []
 
 
 def test_a_system_exit_of_a_job_is_an_outcome(writer):
@@ -175,20 +148,6 @@ writer.start(lambda: (begun.set(), threading.Event().wait()))
 begun.wait()
 """
     assert subprocess.run([sys.executable, "-c", code], check=False, timeout=30).returncode == 0
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system has no fork")
-def test_a_child_forked_during_a_job_ends_normally(writer):
-    gate = Gate("whole")
-    writer.start(gate)
-    assert gate.begun.wait(10)
-    pid = os.fork()
-    if pid == 0:
-        os._exit(len([thread for thread in threading.enumerate() if thread.name == "test" and thread.is_alive()]))
-    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-    gate.opened.set()
-    writer.wait()
-    assert results(writer) == ["whole"]
 
 
 def test_a_forked_child_does_not_wait_for_the_thread_of_its_parent():

@@ -17,7 +17,7 @@ import tempfile
 import warnings
 from pathlib import Path
 
-from . import children, torchrun
+from . import children
 from .adapters import SHIPPED, load, words_of
 from .faults import fault_all
 from .judging import Subject, Table, show
@@ -38,8 +38,6 @@ def main() -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started it in the background
     if getattr(asked, "tmpfs", False):
         _in_small_file_system(asked)
-    if asked.what == "torchrun":
-        torchrun.command(asked)
     adapter = load(asked.adapter)
     task = Task(**{name: getattr(asked, name) for name in SIZES if getattr(asked, name)})
     subjects = [Subject(adapter, variant, words_of(adapter, variant), task) for variant in asked.variant]
@@ -162,7 +160,6 @@ def _parser() -> argparse.ArgumentParser:
     sent.add_argument("--times", type=int, default=10, help="how often each is sent")
     sent.add_argument("--group", action="store_true", help="send them to the whole process group, loader workers too")
     sent.set_defaults(does=_signal, what="signals")
-    torchrun.add_command(kinds)
     return parser
 
 

@@ -12,7 +12,6 @@ from torch import nn
 
 from trainwright import (
     Checkpoint,
-    Cosine,
     DataError,
     EarlyStopping,
     MeanLoss,
@@ -86,18 +85,6 @@ def test_a_data_set_class_and_a_string():
 # Model, optimizer, loss.
 
 
-def test_a_missing_loss():
-    model = network()
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), console=False)
-    assert "CrossEntropyLoss()" in refused(trainer, SettingError, "loss is None")
-
-
-def test_fit_without_an_optimizer():
-    trainer = Trainer(network(), None, nn.CrossEntropyLoss(), console=False)
-    assert "AdamW(model.parameters())" in refused(trainer, SettingError, "without an optimizer")
-    assert trainer.evaluate(pieces())["val_loss"] > 0
-
-
 @pytest.mark.parametrize(
     ("build", "match"),
     [
@@ -146,23 +133,6 @@ def test_a_trainable_parameter_in_no_optimizer():
     trainer.fit(pieces(), epochs=1)
 
 
-def test_a_trainable_parameter_of_the_loss_in_no_optimizer():
-    class Scaled(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(()))
-
-        def forward(self, output, target):
-            return self.scale * nn.functional.cross_entropy(output, target)
-
-    assert "loss.scale" in refused(make(loss=Scaled()), SettingError, "in no optimizer")
-
-
-def test_the_optimizer_of_another_model():
-    trainer = Trainer(network(), torch.optim.SGD(network().parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
-    assert "same model" in refused(trainer, SettingError, "trains no parameter of this model")
-
-
 # Monitors, metrics, schedules.
 
 
@@ -182,16 +152,6 @@ def test_a_monitor_that_nobody_produces(slot, tmp_path):
     text = refused(trainer, SettingError, "which this run does not produce", val=pieces(1))
     assert "Did you mean 'val_accuracy'?" in text
     assert "val_loss" in text
-
-
-def test_a_monitor_of_validation_without_validation_data():
-    trainer = make(early_stopping=EarlyStopping("val_loss"))
-    assert "watch 'loss'" in refused(trainer, SettingError, "fit.. got no validation data")
-
-
-def test_a_monitor_without_a_mode():
-    with pytest.raises(SettingError, match='mode="max"'):
-        EarlyStopping("val_accuracy")
 
 
 @pytest.mark.parametrize("val", [True, False])
@@ -219,29 +179,7 @@ def test_metrics_that_only_validation_feeds_are_fed():
     assert "accuracy" not in row
 
 
-@pytest.mark.parametrize("schedule", [OneCycle(0.1), Cosine()])
-def test_a_schedule_that_needs_a_total_on_a_stream(schedule):
-    text = refused(make(schedule=schedule), SettingError, "needs the total number", (p for p in pieces()))
-    assert "max_updates=" in text
-
-
 # Names.
-
-
-@pytest.mark.parametrize("name", ["trainning_step", "training_steps", "validaton_step", "to_devise", "updates"])
-def test_a_misspelt_hook_is_refused_when_the_class_is_defined(name):
-    with pytest.raises(TypeError, match="Did you mean"):
-        type("Mine", (Trainer,), {name: lambda self, batch: None})
-
-
-def test_a_helper_of_the_users_own_is_no_mistake():
-    type("Mine", (Trainer,), {"draw_samples": lambda self: None, "_training_steps": lambda self: None})
-
-
-@pytest.mark.parametrize("name", ["on_epoch_end", "on_updates", "on_batch_end"])
-def test_a_misspelt_method_of_an_observer_is_refused_when_the_class_is_defined(name):
-    with pytest.raises(TypeError, match="on_update"):
-        type("Mine", (Observer,), {name: lambda self, record: None})
 
 
 def test_an_unknown_setting_is_a_type_error():

@@ -340,20 +340,13 @@ def test_a_log_between_epochs_is_refused(hook):
         made(type("Logs", (Trainer,), {hook: logs})).fit(data(), epochs=2)
 
 
-@pytest.mark.parametrize(
-    ("name", "meant"),
-    [
-        ("begin_epochs", "begin_epoch"),
-        ("end_epoc", "end_epoch"),
-        ("after_updates", "after_update"),
-        ("apply_gradient", "apply_gradients"),
-        ("compute_gradient", "compute_gradients"),
-        ("validaton_step", "validation_step"),
-        ("part", "parts"),
-        ("minimise", "minimize"),
-        ("auto_cast", "autocast"),
-    ],
-)
+NEAR = {"begin_epochs": "begin_epoch", "end_epoc": "end_epoch", "after_updates": "after_update", "part": "parts"}
+NEAR |= {"apply_gradient": "apply_gradients", "compute_gradient": "compute_gradients", "auto_cast": "autocast"}
+NEAR |= {"trainning_step": "training_step", "training_steps": "training_step", "validaton_step": "validation_step"}
+NEAR |= {"minimise": "minimize", "to_devise": "to_device", "updates": "update"}
+
+
+@pytest.mark.parametrize(("name", "meant"), NEAR.items())
 def test_a_near_miss_of_a_hook_is_refused_when_the_class_is_defined(name, meant):
     with pytest.raises(TypeError, match=f"Did you mean '{meant}'"):
         type("Mine", (Trainer,), {name: lambda self: None})
@@ -362,14 +355,15 @@ def test_a_near_miss_of_a_hook_is_refused_when_the_class_is_defined(name, meant)
         type("Mine", (mixin, Trainer), {})
 
 
-@pytest.mark.parametrize("name", ["on_batch_end", "on_epochs", "on_updates", "on_train_end"])
+@pytest.mark.parametrize("name", ["on_batch_end", "on_epochs", "on_epoch_end", "on_updates"])
 def test_an_event_that_does_not_exist_is_refused_when_the_observer_is_defined(name):
     with pytest.raises(TypeError, match=f"{name} is not a method that is ever called"):
         type("Mine", (Observer,), {name: lambda self, record: None})
 
 
 def test_a_helper_whose_name_is_near_no_hook_is_the_users_own():
-    cls = type("Mine", (Trainer,), {"begin_train_epoch": lambda self, epoch: None})
+    helpers = dict.fromkeys(("begin_train_epoch", "draw_samples", "_training_steps"), lambda self: None)
+    cls = type("Mine", (Trainer,), helpers)
     assert issubclass(cls, Trainer)
 
 

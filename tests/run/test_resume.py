@@ -120,14 +120,6 @@ def test_killed_at_any_update_and_resumed_is_never_killed_with_every_slot_and_no
     assert whole[1].skipped > 0
 
 
-def test_the_random_state_after_a_resumed_run_is_that_of_the_whole_run(tmp_path):
-    go(tmp_path / "whole")
-    whole = (random.random(), np.random.rand(), torch.rand(2).tolist())
-    go(tmp_path / "cut", at=7)
-    go(tmp_path / "cut", resume="auto")
-    assert (random.random(), np.random.rand(), torch.rand(2).tolist()) == whole
-
-
 @pytest.mark.parametrize(
     "loader",
     [
@@ -142,15 +134,6 @@ def test_resume_is_exact_for_every_kind_of_data(loader, tmp_path):
     whole = go(tmp_path / "whole", loader=loader)
     go(tmp_path / "cut", at=6, loader=loader)
     check_equal(whole, go(tmp_path / "cut", loader=loader, resume="auto"))
-
-
-def test_two_interruptions_and_a_run_without_validation(tmp_path):
-    slots = {"early_stopping": None, "val": False}
-    whole = go(tmp_path / "whole", checkpoint=Checkpoint(tmp_path / "whole"), **slots)
-    cut = Checkpoint(tmp_path / "cut", every=Updates(4))
-    go(tmp_path / "cut", at=3, checkpoint=cut, **slots)
-    go(tmp_path / "cut", at=11, checkpoint=cut, resume="auto", **slots)
-    check_equal(whole, go(tmp_path / "cut", checkpoint=cut, resume="auto", **slots))
 
 
 def test_resume_of_an_older_checkpoint_by_its_path(tmp_path):
@@ -227,19 +210,6 @@ def untouched(trainer_call, error, match):
     return str(caught.value)
 
 
-def test_a_directory_of_another_run_is_refused_with_both_fixes(tmp_path):
-    go(tmp_path, epochs=1)
-    before = sorted(path.name for path in tmp_path.iterdir())
-    text = untouched(lambda: go(tmp_path, epochs=1), CheckpointError, "another run")
-    assert 'resume="auto"' in text
-    assert "Checkpoint(" in text
-    assert sorted(path.name for path in tmp_path.iterdir()) == before
-
-
-def test_a_missing_path_is_refused(tmp_path):
-    untouched(lambda: go(tmp_path / "a", resume=str(tmp_path / "nothing")), CheckpointError, "does not exist")
-
-
 def test_auto_without_a_checkpoint_slot_is_refused(tmp_path):
     text = untouched(lambda: go(tmp_path, resume="auto", checkpoint=None), SettingError, 'resume="auto" without')
     assert "Checkpoint(" in text
@@ -250,22 +220,6 @@ def test_a_trainer_with_other_parts_is_refused_by_their_names(tmp_path):
     text = untouched(lambda: go(tmp_path, resume="auto", schedule=None, precision=None), CheckpointError, "not used")
     assert "schedule" in text
     assert "precision" in text
-
-
-def test_a_checkpoint_of_another_model_is_refused_by_shape(tmp_path):
-    go(tmp_path, epochs=1)
-    model = nn.Linear(6, 3)
-    trainer = Trainer(
-        model,
-        torch.optim.AdamW(model.parameters()),
-        nn.CrossEntropyLoss(),
-        checkpoint=Checkpoint(tmp_path),
-        console=False,
-    )
-    before = model.weight.clone()
-    with pytest.raises(CheckpointError):
-        trainer.fit(shuffled(rows_of_data()), epochs=1, resume="auto")
-    assert torch.equal(before, model.weight)
 
 
 def test_the_best_and_the_last_weights_are_found_in_the_directory(tmp_path):

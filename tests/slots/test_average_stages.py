@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from copy import deepcopy
 
 import pytest
@@ -10,8 +9,7 @@ import torch
 from averages import X, normed, same, train, values, weights
 from torch import nn
 
-from trainwright.checkpointing.tree import flatten, loads
-from trainwright.core.durations import Epochs, Updates
+from trainwright.core.durations import Updates
 from trainwright.core.errors import CheckpointError
 from trainwright.core.plan import Plan
 from trainwright.optim.averaging import EMA, SWA
@@ -164,48 +162,6 @@ def test_a_parameter_that_was_resized_or_converted_is_averaged_in_its_new_form()
     average.take(4)
     with average.swapped():
         assert (model[4].weight == 1).all() and model[0].weight.dtype == torch.float64
-
-
-def go_on(model, average, *, updates):
-    """Train in epochs of three updates, and have the averaged weights in the model at the end of each."""
-    for update in train(model, updates=len(updates), first=updates.start):
-        average.take(update)
-        if update % 3 == 0:
-            average.epoch_ended(update, update // 3)
-            with average.swapped(forward_of(model)):
-                pass
-
-
-def finish(settings, *, cut=None):
-    """How often it was averaged, the raw and the averaged model after 9 updates; resumed anew after update `cut`."""
-    model = normed()
-    average = settings.bind(model)
-    go_on(model, average, updates=range(1, (cut or 9) + 1))
-    if cut is not None:
-        with average.swapped(forward_of(model)):
-            tree = {"model": model.state_dict(), "average": average.state_dict()}
-            plain, tensors = flatten(tree)
-            saved = deepcopy(loads(json.dumps(plain), tensors))
-        model = normed()
-        model[0].weight.data.fill_(9)
-        average = settings.bind(model)
-        model.load_state_dict(saved["model"])
-        assert average.load_state_dict(saved["average"]) is None
-        assert not average.needs_statistics
-        go_on(model, average, updates=range(cut + 1, 10))
-    raw = values(model)
-    with average.swapped(forward_of(model)):
-        return average.taken, raw, values(model)
-
-
-@pytest.mark.parametrize("cut", [1, 3, 4, 6, 8])
-@pytest.mark.parametrize("settings", [EMA(0.9), EMA(0.9, warmup=True), SWA(Updates(2), Updates(1)), SWA(Epochs(1))])
-def test_a_resumed_average_equals_an_uninterrupted_one_bit_for_bit(settings, cut):
-    taken, raw, averages = finish(settings)
-    resumed = finish(settings, cut=cut)
-    assert resumed[0] == taken
-    assert same(resumed[1], raw) and same(resumed[2], averages)
-    assert not same(raw, averages)
 
 
 def test_the_state_is_that_beside_the_averaged_weights():

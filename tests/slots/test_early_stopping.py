@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from trainwright.core.errors import CheckpointError, SettingError
-from trainwright.fit.early_stopping import EarlyStopping, require_monitor, resolve_mode
+from trainwright.fit.early_stopping import EarlyStopping, resolve_mode
 from trainwright.protocols import Stateful
 
 NAN = math.nan
@@ -74,12 +74,6 @@ def test_the_reason_names_number_value_epoch_and_wait():
     assert watch.best is None
 
 
-def test_every_fit_starts_anew():
-    settings = EarlyStopping("val_loss", patience=2)
-    run(settings, [1, 2, 3])
-    assert run(settings, [7, 8])[1:] == ([1], 2)
-
-
 @pytest.mark.parametrize("cut", range(7))
 def test_a_resumed_watch_ends_where_the_whole_one_does(cut):
     settings = EarlyStopping("val_loss", min_delta="1se", patience=3)
@@ -133,12 +127,6 @@ def test_a_number_that_is_not_produced_is_refused_with_the_near_name():
     assert "Did you mean 'val_loss'?" in str(caught.value)
     assert "one of loss, lr, val_loss" in str(caught.value)
     assert watch.waited == 0
-
-
-def test_watching_validation_without_validation_says_so():
-    with pytest.raises(SettingError, match=r"fit\(train, val\)"):
-        require_monitor("val_loss", ["loss", "lr"], "EarlyStopping")
-    require_monitor("loss", ["loss", "lr"], "EarlyStopping")
 
 
 def test_mode_may_be_left_out_for_losses_only():

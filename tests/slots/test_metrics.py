@@ -145,20 +145,6 @@ def test_class_numbers_as_floats_are_refused():
 # --- MetricSet
 
 
-def test_metrics_are_exact_over_uneven_batches():
-    output, target = scores(101, 7), classes(7, 101)
-    meters = MetricSet({"accuracy": accuracy, "ce": F.cross_entropy, "gap": lambda o, t: o.amax(1) - o[:, 0]})
-    for o, t in zip(output.split(17), target.split(17), strict=True):
-        meters.update(o, t, len(o))
-    numbers = meters.compute("val_")
-    assert list(numbers) == ["val_accuracy", "val_ce", "val_gap"]
-    assert numbers["val_accuracy"] == (output.argmax(1) == target).double().mean().item()
-    assert numbers["val_ce"] == pytest.approx(F.cross_entropy(output, target).item(), rel=1e-6)
-    assert numbers["val_gap"] == pytest.approx((output.amax(1) - output[:, 0]).double().mean().item(), rel=1e-12)
-    meters.reset()
-    assert all(math.isnan(number) for number in meters.compute().values())
-
-
 def test_update_reads_nothing_from_a_device_and_accuracy_costs_seven_operations(monkeypatch):
     monkeypatch.setitem(Total.__init__.__kwdefaults__, "wide", True)  # sums as on an accelerator
 

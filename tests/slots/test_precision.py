@@ -151,24 +151,6 @@ def test_evaluation_puts_the_tf32_switch_back_after_an_exception():
     assert outside() == before
 
 
-def test_fp16_is_torchs_autocast_and_grad_scaler_in_a_plain_loop():
-    trainer = make(precision=MixedPrecision("fp16", init_scale=2.0**20, growth_interval=3))
-    result = trainer.fit(data(12), epochs=1)
-    torch.manual_seed(0)
-    model = nn.Linear(4, 3)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**20, growth_interval=3)
-    for x, y in data(12):
-        optimizer.zero_grad()
-        with torch.autocast("cpu", torch.float16):
-            loss = nn.functional.cross_entropy(model(x), y)
-        scaler.scale(loss).backward()
-        scaler.step(optimizer)
-        scaler.update()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), trainer.model.parameters(), strict=True))
-    assert 0 < result.skipped < 12
-
-
 def test_losses_are_reported_in_fp32():
     half = make(precision="bf16").evaluate(data())["val_loss"]
     whole = make().evaluate(data())["val_loss"]
