@@ -296,21 +296,32 @@ def adds_the_nan_of_a_mean_over_nothing(patch):
     patch.setattr(window, "zero_if_uncounted", lambda loss, count: loss)
 
 
+def _rounds_weights(patch, dtype):
+    whole = Window.weight
+    patch.setattr(Window, "weight", lambda self, *count, **kind: _rounded(whole(self, *count, **kind), dtype))
+
+
+def _rounded(weight, dtype):
+    return torch.as_tensor(weight).to(dtype).double()
+
+
 def divides_whole_numbers_in_float32(patch):
-    patch.setattr(window, "ratio", lambda part, whole: (torch.tensor(float(part)) / float(whole)).double())
+    _rounds_weights(patch, torch.float32)
 
 
 def divides_in_half_precision(patch):
-    patch.setattr(window, "ratio", lambda part, whole: torch.as_tensor(part / whole).half().double())
+    _rounds_weights(patch, torch.float16)
 
 
 def a_known_loss_outvotes_the_step(patch):
-    whole = Window._divisor
+    whole = Window.weight
 
-    def divisor(self, count):
-        return whole(self, count if self.counts is None else self.counts[self.position])
+    def weight(self, count, *, is_sum):
+        found = whole(self, count, is_sum=is_sum)
+        self._total += 0 if self.counts is None else self.counts[self.position] - count
+        return found
 
-    patch.setattr(Window, "_divisor", divisor)
+    patch.setattr(Window, "weight", weight)
 
 
 def a_users_count_is_not_asked(patch):

@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from trainwright import DataError, SettingError, Window, windows
-from trainwright.update.window import accumulation, ratio, rows_of
+from trainwright.core.host_reads import as_count
+from trainwright.update.window import accumulation, rows_of
 
 
 def batch(rows):
@@ -88,10 +89,12 @@ def test_counts_that_are_rows_miss_no_factor():
 
 
 def test_tensor_counts_are_divided_in_float64():
-    counts = [torch.tensor(n) for n in (3, 4, 4)]
+    counts = [torch.tensor(n, dtype=torch.float64) for n in (3, 4, 4)]
     divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts)
     assert missing.dtype == torch.float64 and float(divisors[0] / missing) == pytest.approx(11, rel=1e-15)
-    assert float(ratio(torch.tensor(1), 3)) == float(ratio(1, torch.tensor(3))) == ratio(1, 3) == 1 / 3
+    there = as_count(torch.ones((), dtype=torch.int64, device="meta"))
+    assert isinstance(there, torch.Tensor) and there.dtype == torch.float64
+    assert as_count(torch.tensor(7)) == as_count(7) == 7
 
 
 @pytest.mark.parametrize("counts", [[0, 0], [torch.tensor(0), torch.tensor(0)]])

@@ -30,12 +30,14 @@ host_value = Tensor.item
 """The value of a scalar on the CPU: there is nothing to wait for."""
 
 
-def host_number(value: float | Tensor) -> float | Tensor:
-    """Return a scalar on the CPU as a number: its read waits for nothing. Others are returned as they are."""
-    if isinstance(value, Tensor) and value.is_cpu:
-        number: float = value.item()
-        return number
-    return value
+def as_count(count: float | Tensor) -> float | Tensor:
+    """Return a count that can be divided by: a number, or on an accelerator a scalar in its widest float.
+
+    A read from the CPU waits for nothing. Torch divides integers in float32.
+    """
+    if not isinstance(count, Tensor):
+        return count
+    return host_value(count) if count.is_cpu else count.to(widest_float(count.device))
 
 
 def _read_together(values: Sequence[float | Tensor]) -> list[float]:

@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from trainwright.core.errors import message
-from trainwright.core.host_reads import host_number
+from trainwright.core.host_reads import as_count
 from trainwright.core.records import Count
 from trainwright.update import batches
 from trainwright.update.losses import KnownLoss, known_loss
@@ -164,7 +164,7 @@ def check_arguments(given: Any, name: str) -> None:
 
 def _count_on_host(trainer: Any, batch: Any) -> Count:
     """Return the user's `count`; a tensor on the CPU as a number."""
-    return host_number(trainer.count(batch))
+    return as_count(trainer.count(batch))
 
 
 def _rows_or_count(trainer: Any, batch: Any) -> int:

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trainwright.core import host_reads
 from trainwright.core.errors import SettingError, message
-from trainwright.core.host_reads import host_number
+from trainwright.core.host_reads import as_count
 from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
 from trainwright.core.suggestions import check_name
 from trainwright.core.torch_private import nll_total_weight, version_of
@@ -19,7 +19,7 @@ from trainwright.precision.base import LossScale
 from trainwright.update.hooks import Hooks
 from trainwright.update.losses import CountObserver, StepLoss, read_step_loss
 from trainwright.update.running_means import RunningMeans, Term, mean_of, number
-from trainwright.update.window import Window, find_rows, inverse, weighted_value
+from trainwright.update.window import Window, find_rows, one_for_zero, weighted_value
 
 MOST_GRAD_TENSORS = 64
 """Weights as tensors that are stored for reuse."""
@@ -111,9 +111,19 @@ class LossTracker(RunningMeans):
         if step_loss.count is None and not step_loss.is_sum:
             step_loss.count = self._count_of_mean(step_loss.loss)
         if self.recording:
-            self._add(step_loss)
+            # A plain sum counts the rows of its batch.
+            is_sum, count = step_loss.is_sum, self._rows if step_loss.count is None else step_loss.count
+            self.has_loss = True
+            self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
+            if step_loss.named is not None:
+                self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
         if window is not None:
-            self._set_weight(step_loss, window)
+            window.position += 1
+            step_loss.count = None if step_loss.count is None else as_count(step_loss.count)
+            step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum)
+            if self._sums_losses:
+                value = weighted_value(step_loss.loss, step_loss.weight)
+                self.window_loss = self.window_loss + value if window.position else value
         return step_loss
 
     def _add_at_once(self, returned: Any) -> bool:
@@ -136,23 +146,6 @@ class LossTracker(RunningMeans):
             value = host_reads.host_value(loss)
             self._epoch.add("loss", value if is_sum else value * count, count)
         return True
-
-    def _add(self, step_loss: StepLoss) -> None:
-        """Add a loss and its named parts to the numbers; a plain sum counts the rows of its batch."""
-        is_sum, count = step_loss.is_sum, self._rows if step_loss.count is None else step_loss.count
-        self.has_loss = True
-        self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
-        if step_loss.named is not None:
-            self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
-
-    def _set_weight(self, step_loss: StepLoss, window: Window) -> None:
-        """Set the weight of the loss of the next micro-batch, which has run."""
-        window.position = position = window.position + 1
-        step_loss.count = None if step_loss.count is None else host_number(step_loss.count)
-        step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum)
-        if self._sums_losses:
-            value = weighted_value(step_loss.loss, step_loss.weight)
-            self.window_loss = self.window_loss + value if position else value
 
     def grad_tensor(self, loss: Tensor, weight: Count) -> Tensor | None:
         """Return weight times loss scale as a tensor like the loss, for `backward`; None for 1."""
@@ -233,7 +226,7 @@ class LossTracker(RunningMeans):
         if step_loss.named is not None:
             self.unread += [(name, value, given, step_loss.is_sum) for name, value in self._claimed(step_loss.named)]
         if step_loss.count is not None and step_loss.is_sum:
-            step_loss.weight = inverse(host_number(step_loss.count))
+            step_loss.weight = 1.0 / one_for_zero(as_count(step_loss.count))
         if stands_in or not step_loss.is_sum:
             step_loss.count = given
         return step_loss

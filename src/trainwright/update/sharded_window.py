@@ -12,7 +12,7 @@ from torch import Tensor
 from trainwright.core.records import Count
 from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.world import World
-from trainwright.update.window import Move, Window, ratio
+from trainwright.update.window import Move, Window
 
 
 class ShardedWindow(Window):
@@ -63,9 +63,7 @@ class ShardedWindow(Window):
         if count is None:
             return float(self.ranks)
         divisor = self.all_rows / self.ranks
-        if is_sum:
-            return 1.0 / divisor
-        return 1.0 if not isinstance(count, Tensor) and count == divisor else ratio(count, divisor)
+        return (1.0 if is_sum else count) / divisor
 
     @property
     def missing_factor(self) -> Count:

@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from trainwright.core.device import widest_float
 from trainwright.core.errors import DataError, SettingError
-from trainwright.core.host_reads import host_number
+from trainwright.core.host_reads import as_count
 from trainwright.core.records import Count
 from trainwright.core.suggestions import suggests
 
@@ -46,12 +45,10 @@ class Window(Sequence[Any]):
     begun = False
     """Whether its micro-batches are being run, or have been."""
     _moved: Any = None
-    _estimate: Count | None = None
-    """The total of the counts, or an estimate of it; None before the first loss is weighted."""
+    _divisor: Count | None = None
+    """The total of the counts, or an estimate of it, by which losses are divided; None before the first one."""
     _total: Count = 0
     """The sum of the counts of the losses that were weighted."""
-    _is_exact = True
-    """Whether each of them had the count that the host knows beforehand, so that no factor is missing."""
 
     def __init__(
         self, batches: list[Any], rows: list[int], counts: list[Count] | None = None, *, move: Move | None = None
@@ -91,8 +88,8 @@ class Window(Sequence[Any]):
         In a hand-written loop `backward` is called on each mean loss times its share.
         """
         counts: list[Count] = list(self.rows) if self.counts is None else self.counts
-        total = one_for_zero(host_number(sum(counts)))
-        return [ratio(count, total if isinstance(total, Tensor) else total or 1) for count in counts]
+        total = one_for_zero(as_count(sum(counts)))
+        return [as_count(count) / total for count in counts]
 
     def release(self) -> None:
         """Drop the batch on the device; it is moved again when it is read."""
@@ -101,51 +98,44 @@ class Window(Sequence[Any]):
     def begin(self) -> None:
         """Start a pass over the micro-batches: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
-        self._estimate, self._total, self._is_exact = None, 0, True
+        self._divisor, self._total = None, 0
 
     def weight(self, count: Count | None, *, is_sum: bool) -> Count:
         """Return the weight of the loss of the micro-batch that has just run, without the loss scale.
 
-        `count`: the count of the loss; None for a plain sum, which nothing divides.
+        `count`: the count of the loss, as of `as_count`; None for a plain sum, which nothing divides.
         """
         if count is None or (self.is_single and not is_sum):
             return 1.0
-        divisor = count if self.is_single else self._divisor(count)
-        return inverse(divisor) if is_sum else ratio(count, divisor)
+        if self._divisor is None:
+            self._divisor = one_for_zero(count if self.is_single else self._find_divisor(count))
+        self._total = self._total + count
+        return (1.0 if is_sum else count) / self._divisor
+
+    def _find_divisor(self, count: Count) -> Count:
+        """Return the total of the counts where the host knows it; else an estimate, from the count of the first loss.
+
+        The estimate is near the total, so that scaled fp16 gradients stay in range, and exact for counts of rows.
+        """
+        total = 0 if self.counts is None else as_count(sum(self.counts))
+        if isinstance(total, Tensor) or total:
+            return total
+        if not isinstance(count, Tensor) and count == self.rows[self.position]:
+            return sum(self.rows)
+        return one_for_zero(count) * len(self.batches)
 
     @property
     def missing_factor(self) -> Count:
-        """The factor that the gradients still lack: estimate / total, exactly 1.0 where the estimate was right.
+        """The factor that the gradients still lack: divisor / total, exactly 1.0 where the divisor is the total.
 
         1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
         """
-        return 1.0 if self._estimate is None or self._is_exact else self._estimate_over_total(self._estimate)
-
-    def _estimate_over_total(self, estimate: Count) -> Count:
-        if isinstance(estimate, Tensor) or isinstance(self._total, Tensor):
-            total = torch.as_tensor(self._total)
-            factor = ratio(estimate, total)
-            return torch.where(total == 0, torch.ones_like(factor), factor)
-        return 1.0 if estimate == self._total or not self._total else estimate / self._total
-
-    def _divisor(self, count: Count) -> Count:
-        """Return the total of the window where the host knows it, else an estimate; add `count` to the true total."""
-        is_known = self.counts is not None and count is self.counts[self.position]  # equal ones would be read
-        if self._estimate is None:
-            total = host_number(sum(self.counts)) if is_known and self.counts is not None else 0
-            is_known = isinstance(total, Tensor) or total != 0
-            self._estimate = one_for_zero(total) if is_known else self._estimate_total(count)
-        self._total = self._total + count
-        self._is_exact = self._is_exact and is_known
-        return self._estimate
-
-    def _estimate_total(self, count: Count) -> Count:
-        """Return a divisor near the total, so that scaled fp16 gradients stay in range; exact for counts of rows."""
-        if isinstance(count, Tensor):
-            return count.clamp(min=1) * len(self.batches)
-        if count == self.rows[self.position]:
-            return sum(self.rows)
-        return max(count, 1) * len(self.batches)
+        divisor, total = self._divisor, self._total
+        if divisor is None:  # plain sums, or the mean of a single micro-batch
+            return 1.0
+        if isinstance(total, Tensor):
+            return torch.where(total == 0, 1.0, divisor / total)
+        return divisor / total if total else 1.0
 
 
 @suggests
@@ -166,15 +156,6 @@ def windows(
     while group := list(islice(batches, accumulate)):
         counts = None if count is None else list(map(count, group))
         yield Window(group, list(map(rows, group)), counts, move=move)
-
-
-def ratio(part: Count, total: Count) -> Any:
-    """Return part / total; with tensors in the widest dtype, since torch divides integers in float32."""
-    if isinstance(part, Tensor):
-        return part.to(widest_float(part.device)) / total
-    if isinstance(total, Tensor):
-        return part / total.to(widest_float(total.device))
-    return part / total
 
 
 def rows_of(batch: Any) -> int:
@@ -250,16 +231,8 @@ def weighted_value(loss: Tensor, weight: Count) -> Tensor:
 
 
 def one_for_zero(count: Count) -> Count:
-    """Return a count on the device to divide by: 1 in the place of 0."""
-    return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count
-
-
-def inverse(count: Count) -> Count:
-    """Return 1 / count, and 1 for a count of zero: a sum over nothing is 0, and so is its gradient."""
-    if not isinstance(count, Tensor):
-        return 1.0 / (count or 1)
-    inverted: Count = ratio(1.0, one_for_zero(count))
-    return inverted
+    """Return a count to divide by: 1 in the place of 0, since a sum over nothing is 0, and so is its gradient."""
+    return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count or 1
 
 
 def _ragged(batch: Sequence[Any]) -> bool:
