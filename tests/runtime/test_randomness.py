@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 
-from trainwright.core import rng
 from trainwright.core.rng import random_state, rng_preserved, set_random_state
 
 
@@ -88,50 +87,14 @@ def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
     assert np.random.get_state()[3] == 1
 
 
-@pytest.mark.parametrize("head", [None, rng._HEAD + 8, 10**6], ids=["known", "elsewhere", "too long"])
-def test_pythons_state_is_that_of_getstate_whatever_was_drawn(head, monkeypatch) -> None:
-    if head is not None:
-        monkeypatch.setattr(rng, "_HEAD", head if head < 10**6 else rng._Twister.__basicsize__)
-        monkeypatch.setattr(rng, "_LAYOUT_IS_KNOWN", rng._is_layout_known())
-        assert not rng._LAYOUT_IS_KNOWN
-    looking = rng._Python()
-    draws = [
-        lambda: None,
-        random.random,
-        lambda: random.gauss(0, 1),  # leaves a second deviate behind
-        lambda: random.gauss(0, 1),  # takes it, without a draw
-        lambda: random.seed(3),
-        lambda: [random.getrandbits(32) for _ in range(624)],  # a whole key later, at the same position
-        lambda: random.shuffle([1, 2, 3]),
-        lambda: random.setstate(before),
-    ]
-    with rng.rng_preserved():
-        before = random.getstate()
-        for draw in draws:
-            found = looking.state()
+def test_pythons_second_normal_deviate_is_part_of_the_state() -> None:
+    draws = [lambda: random.gauss(0, 1), lambda: random.gauss(0, 1), random.random, lambda: random.seed(3)]
+    with rng_preserved():
+        for draw in draws:  # the first leaves a second deviate, the next takes it without a draw
+            before = random_state()
             draw()
-            assert looking.state() == random.getstate()
-            looking.set_state(found)
-            assert random.getstate() == found
+            after = random.getstate()
+            assert random_state()["python"] == after
+            set_random_state(before)
             draw()
-            assert looking.state() == random.getstate()
-
-
-def test_pythons_state_is_read_only_where_it_has_moved(monkeypatch) -> None:
-    looking, asked = rng._Python(), []
-
-    def counting():
-        asked.append(1)
-        return random.getstate()
-
-    with rng.rng_preserved():
-        monkeypatch.setattr(looking, "read", counting)
-        first = looking.state()
-        assert looking.state() is first and len(asked) == 1
-        random.random()
-        assert looking.state() is not first and len(asked) == 2
-        random.setstate((*first[:2], 0.5))  # a second normal deviate and no other change
-        random.setstate(first)
-        assert looking.state() == first
-        random.setstate((*first[:2], 0.5))
-        assert looking.state()[2] == 0.5
+            assert random.getstate() == after

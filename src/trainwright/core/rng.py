@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import ctypes
 import random
-import struct
-import sys
-from _random import Random as _Twister
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,9 +15,6 @@ from trainwright.core.checks import check_form
 
 _MT19937 = 624 * 4 + 4
 """Size in bytes of the state of NumPy's Mersenne twister: key and position."""
-_HEAD = object.__basicsize__
-_WORDS = struct.Struct("=i624I")
-"""Memory layout of CPython's Mersenne twister after the object header: position and key."""
 
 
 def random_state() -> dict[str, Any]:
@@ -47,12 +41,12 @@ def have_moved(state: dict[str, Any]) -> bool:
 
 def host_random_state() -> dict[str, Any]:
     """Return the global random states of Python, NumPy and torch on the CPU, in the same form."""
-    return {"python": _python.state(), "numpy": _numpy.state(), "torch": torch.default_generator.get_state()}
+    return {"python": random.getstate(), "numpy": _numpy.state(), "torch": torch.default_generator.get_state()}
 
 
 def set_random_state(state: dict[str, Any]) -> None:
     """Set all global random states to what `random_state` returned."""
-    _python.set_state(state["python"])
+    random.setstate(state["python"])
     _numpy.set_state(state["numpy"])
     torch.default_generator.set_state(state["torch"])
     if len(state) > 3:
@@ -116,64 +110,30 @@ class rng_preserved:  # a class, since each evaluation enters it
             generator.set_state(before)
 
 
-class _Cached:
-    """A global generator whose state is read only after a change: that takes 20 us in Python, 100 us in NumPy."""
+class _NumPy:
+    """NumPy's global generator: its state is read and set only after a change, since each takes 30 us.
 
-    def __init__(self) -> None:
-        self._seen: bytes | None = None
-        self._state: Any = None
+    `numpy.random` takes time to import: not before it is used.
+    """
+
+    _seen: bytes | None = None
+    _state: Any = None
 
     def state(self) -> Any:
-        """Return what `read` returns."""
+        """Return the state."""
         memory = self._memory()
         if memory is None or memory != self._seen:
-            self._state, self._seen = self.read(), memory
+            self._state, self._seen = np.random.get_state(), memory
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Set a state, if a number was drawn since: setting takes 15 to 250 us."""
+        """Set a state, if a number was drawn since."""
         if self.state() is not state:
-            self.write(state)
-            self._seen = None  # NumPy's second normal deviate may be set without a change of the memory
-
-    def read(self) -> Any:
-        """Return the state."""
-        raise NotImplementedError
-
-    def write(self, state: Any) -> None:
-        """Set the state."""
-        raise NotImplementedError
+            np.random.set_state(state)
+            self._seen = None  # the second normal deviate may be set without a change of the memory
 
     def _memory(self) -> bytes | None:
         """Return the memory that changes with each draw; None where it is not known."""
-        raise NotImplementedError
-
-
-class _Python(_Cached):
-    """Python's global generator."""
-
-    def read(self) -> Any:
-        return random.getstate()
-
-    def write(self, state: Any) -> None:
-        random.setstate(state)
-
-    def _memory(self) -> bytes | None:
-        if not _LAYOUT_IS_KNOWN or _GENERATOR.gauss_next is not None:  # a second normal deviate, not in this memory
-            return None
-        return ctypes.string_at(id(_GENERATOR) + _HEAD, _WORDS.size)
-
-
-class _NumPy(_Cached):
-    """NumPy's global generator. `numpy.random` takes time to import: not before it is used."""
-
-    def read(self) -> Any:
-        return np.random.get_state()
-
-    def write(self, state: Any) -> None:
-        np.random.set_state(state)
-
-    def _memory(self) -> bytes | None:
         generator: Any = np.random.mtrand._rand._bit_generator
         # A second normal deviate is not in this memory: it may be taken without a change.
         if type(generator) is not np.random.MT19937 or (self._state is not None and self._state[3]):
@@ -181,21 +141,7 @@ class _NumPy(_Cached):
         return ctypes.string_at(generator.ctypes.state_address, _MT19937)
 
 
-def _is_layout_known() -> bool:
-    """Return whether the memory of Python's global generator holds its state where CPython puts it."""
-    if type(_GENERATOR) is not random.Random or sys.implementation.name != "cpython":
-        return False
-    if _Twister.__basicsize__ < _HEAD + _WORDS.size:
-        return False
-    words = random.getstate()[1]
-    return ctypes.string_at(id(_GENERATOR) + _HEAD, _WORDS.size) == _WORDS.pack(words[-1], *words[:-1])
-
-
-_GENERATOR: Any = random.getstate.__self__  # type: ignore[attr-defined]
-"""Python's global generator."""
-_LAYOUT_IS_KNOWN = _is_layout_known()
 _HAS_MPS = torch.backends.mps.is_available()
-_python = _Python()
 _numpy = _NumPy()
 
 

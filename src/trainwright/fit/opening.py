@@ -129,7 +129,7 @@ def _check_val(train: Any, val: Any) -> None:
 def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
     """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
     sets = _named_sets(data, name)
-    return {prefix: open_one(owner, one, prefix, batch_size=batch_size) for prefix, one in sets.items()}
+    return {prefix: open_one(owner, given, prefix, batch_size=batch_size) for prefix, given in sets.items()}
 
 
 def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
@@ -162,7 +162,7 @@ def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
         if not isinstance(name, str) or not name.isidentifier():
             what = f"{prefix}={{{name!r}: ...}}"
             raise SettingError(what, want="names that are identifiers", fix='"clean"')
-    return {f"{prefix}_{name}": one for name, one in data.items()}
+    return {f"{prefix}_{name}": given for name, given in data.items()}
 
 
 def _refuse_loaders(data: Sequence[Any], prefix: str) -> None:

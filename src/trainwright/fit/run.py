@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,7 @@ from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import check_repeatable, run_training_forwards
 from trainwright.evaluation.weights import choose_weights
+from trainwright.fit.describe import settings_of
 from trainwright.fit.epochs import EpochLengths
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, LoopPhase, Rollback
 from trainwright.modules.modes import running_statistics
@@ -124,6 +126,11 @@ class Run:
     def plan(self) -> Plan:
         """The plan, with the real lengths of the epochs that are over."""
         return self.lengths.plan
+
+    @cached_property
+    def settings(self) -> dict[str, str]:
+        """The settings of the trainer as text, for its checkpoints: those that the run was made with."""
+        return settings_of(self.owner)
 
     @contextmanager
     def watching_steps(self) -> Iterator[None]:

@@ -141,7 +141,7 @@ class RunProgress:
             "final": record.outcome.final_validation,
             "asked": run.stop_reason,
             "stages": record.stages,
-            "settings": settings_of(owner),
+            "settings": run.settings,
             "split_at": None if splits is None else splits.limit,  # a resumed run splits from the start
             "used_rates": run.optimizer_steps.used_rates(),
             "epochs": run.lengths.state_dict(),
