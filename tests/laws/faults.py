@@ -130,7 +130,7 @@ def an_overflow_puts_statistics_back(patch):
 
 
 def each_epoch_sets_train_mode(patch):
-    around(patch, Run, "windows", before=lambda self: self.owner.model.train())
+    around(patch, Run, "start_epoch", before=lambda self: self.owner.model.train())
 
 
 def rates_are_one_update_late(patch):
