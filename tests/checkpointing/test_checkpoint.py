@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import pickle
 from collections import OrderedDict
 from pathlib import Path
 
@@ -12,14 +10,14 @@ import numpy as np
 import pytest
 import safetensors.torch
 import torch
-from checkpoints import NAN, Tied, find_checkpoint, flip, save, tree_of
+from checkpoints import NAN, Tied, save, tree_of
 from torch import nn
 
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.format import encode, load_tree, read_manifest
-from trainwright.checkpointing.load import latest_checkpoint, load_weights
+from trainwright.checkpointing.load import load_weights
 from trainwright.checkpointing.weights import save_weights
 from trainwright.core.durations import Updates
 from trainwright.core.errors import CheckpointError, SettingError
@@ -84,39 +82,6 @@ def test_extra_state_of_modules_comes_back(tmp_path):
     assert str(model[0].extra) == "{'n': (1, nan)}"
     with pytest.raises(CheckpointError, match="extra state"):
         save_weights(tmp_path / "w", Extra([torch.ones(1)]).state_dict())
-
-
-@pytest.mark.parametrize("name", ["model.safetensors", "state.safetensors", "state.json", "manifest.json"])
-@pytest.mark.parametrize("damage", ["missing", "empty", "cut", "flipped", "link", "pickle"])
-def test_a_damaged_file_is_named_and_the_next_older_checkpoint_is_used(name, damage, start, tmp_path, monkeypatch):
-    class Payload:
-        def __reduce__(self):
-            return (os.mkdir, (str(tmp_path / "ran"),))
-
-    manager = start()
-    older, newer = save(manager, 1).path, save(manager, 2).path
-    file = newer / name
-    data = file.read_bytes()
-    if damage == "flipped":
-        flip(file)
-    else:
-        file.unlink()
-    if damage == "link":
-        file.symlink_to(older / name)
-    elif damage in ("empty", "cut", "pickle"):
-        file.write_bytes({"empty": b"", "cut": data[:-1], "pickle": pickle.dumps(Payload())}[damage])
-    with pytest.raises(CheckpointError, match=name):
-        load_tree(newer)
-    with pytest.warns(UserWarning, match=name):
-        assert latest_checkpoint(tmp_path / "run") == older
-    with pytest.warns(UserWarning, match=name):
-        assert find_checkpoint("auto", tmp_path / "run") == older
-    with pytest.raises(CheckpointError, match=name):
-        find_checkpoint(newer, None)
-    if name in ("model.safetensors", "manifest.json"):
-        with pytest.raises(CheckpointError, match=name):
-            load_weights(newer)
-    assert not (tmp_path / "ran").exists()
 
 
 def test_a_manifest_that_leaves_a_file_out_is_refused(tmp_path):

@@ -116,6 +116,14 @@ def flip(path, bit):
         file.write(bytes([byte ^ 1 << bit % 8]))
 
 
+def test_a_pipe_in_place_of_an_empty_file_is_no_empty_file(tmp_path):
+    path = put(tmp_path)
+    (path / "two.bin").unlink()
+    os.mkfifo(path / "two.bin")
+    with pytest.raises(CheckpointError, match=r"two\.bin is no regular file"):
+        verify(path)
+
+
 def forged(path, change):
     """A manifest that was changed and sealed again."""
     manifest = json.loads((path / "manifest.json").read_text())

@@ -100,6 +100,9 @@ def test_a_damaged_file_is_named_and_the_older_checkpoint_is_resumed(name, damag
     (run[2] / name).unlink()
     DAMAGES[damage](run[2] / name, data)
     passed_over(run, name.replace(".", r"\."))
+    if name in ("model.safetensors", "manifest.json"):
+        with pytest.raises(CheckpointError, match=name):
+            load_weights(run[2])
 
 
 @pytest.mark.parametrize("name", FILES)

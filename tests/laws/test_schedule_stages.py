@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 
 import pytest
-from torch import nn
 
-from trainwright import Checkpoint, Cosine, Trainer, batches
+from trainwright import Checkpoint, Cosine, batches
 
-from .schedule_runs import CASES, adam_groups, by_hand, network, one_group, rows_of_data, run, two_groups
+from .schedule_runs import CASES, adam_groups, by_hand, rows_of_data, run, two_groups
 
 
 def check_a_later_end_plans_anew(tmp_path, schedule, scheduler):
@@ -54,11 +53,3 @@ def test_a_rate_set_between_two_stages_is_where_the_next_schedule_starts():
     assert [row[0][0] for row in trainer.seen] == pytest.approx(
         [0.5 * (1 + math.cos(math.pi * u / 7)) / 2 for u in range(7)]
     )
-
-
-def test_the_plan_says_how_many_updates_the_run_makes():
-    model = network()
-    trainer = Trainer(model, one_group(model), nn.CrossEntropyLoss(), accumulate={0: 2, 1: 3}, console=False)
-    for ends in ({"epochs": 3}, {"max_updates": 5}, {"epochs": 2, "max_updates": 100}):
-        planned = trainer.plan(batches(rows_of_data(), 3), **ends).updates
-        assert trainer.fit(batches(rows_of_data(), 3), **ends).updates == planned

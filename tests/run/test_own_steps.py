@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import StepError, StepOutput, Trainer, batches
+from trainwright import StepOutput, Trainer, batches
 
 x = torch.randn(22, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = torch.arange(22) % 3
@@ -63,16 +63,6 @@ def test_a_run_that_ends_inside_an_epoch_tells_its_numbers():
     trainer = Trainer(made := model(), torch.optim.SGD(made.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     result = trainer.fit(iter([(x[:4], y[:4])] * 9), max_updates=5)
     assert [row["update"] for row in result.history] == [5] and result.history[0]["loss"] > 0
-
-
-def test_a_step_that_returns_nothing_is_named():
-    class Forgets(Trainer):
-        def training_step(self, batch):
-            self.model(batch[0])
-
-    trainer = Forgets(made := model(), torch.optim.SGD(made.parameters(), lr=0.1), console=False)
-    with pytest.raises(StepError, match="returned None"):
-        trainer.fit([(x, y)], epochs=1)
 
 
 def own_step(step, **settings):

@@ -16,7 +16,6 @@ from trainwright import (
     EarlyStopping,
     MixedPrecision,
     OneCycle,
-    SettingError,
     Trainer,
     Updates,
     accuracy,
@@ -208,11 +207,6 @@ def untouched(trainer_call, error, match):
     with pytest.raises(error, match=match) as caught:
         trainer_call()
     return str(caught.value)
-
-
-def test_auto_without_a_checkpoint_slot_is_refused(tmp_path):
-    text = untouched(lambda: go(tmp_path, resume="auto", checkpoint=None), SettingError, 'resume="auto" without')
-    assert "Checkpoint(" in text
 
 
 def test_a_trainer_with_other_parts_is_refused_by_their_names(tmp_path):

@@ -225,21 +225,6 @@ def test_a_torch_scheduler_may_change_other_settings_of_a_group():
 
 
 @pytest.mark.usefixtures("no_garbage")
-def test_applying_costs_one_python_call():
-    optimizer = sgd(momentum=0.9)
-    rates = Cosine(warmup=0.1).bind(optimizer, Plan(max_updates=200))
-    rates.apply(1)  # fills the table
-    calls = []
-    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
-    try:
-        for update in range(2, 102):
-            rates.apply(update)
-    finally:
-        sys.setprofile(None)
-    assert Counter(calls) == {"apply": 100}
-
-
-@pytest.mark.usefixtures("no_garbage")
 def test_applying_costs_one_python_call_for_any_number_of_groups_and_cycled_momenta():
     groups = [{"params": [parameter()], "lr": 0.1 * (1 + index % 2)} for index in range(4)]
     optimizer = AdamW(groups, betas=(0.9, 0.99))
