@@ -61,7 +61,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "streams": (
             "laws/test_world_data.py::test_windows_of_streams_of_different_length_are_one_window",
-            f"{WORLD}::what_stands_in_counts",
+            f"{WORLD}::a_dummy_counts",
         ),
         "validation counts every row once": (
             "laws/test_world_laws.py::test_the_law_of_one_process_holds_on_several",

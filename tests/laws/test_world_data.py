@@ -198,7 +198,7 @@ def test_processes_may_draw_the_same_noise() -> None:
     assert first["states"] == second["states"]
 
 
-def check_stand_in(run: Any) -> None:
+def check_dummy(run: Any) -> None:
     """The last batch has one row: the second process runs it too, and draws on as if it had not."""
     first, second = run(noisy, 17, False)
     assert len(first["states"]) == 6 and second["seen"][2] == first["seen"][2]
@@ -206,8 +206,8 @@ def check_stand_in(run: Any) -> None:
     assert first["states"][2] != first["states"][3]
 
 
-def test_a_batch_that_stands_in_leaves_no_trace_in_the_noise() -> None:
-    check_stand_in(pool(2).run)
+def test_a_dummy_leaves_no_trace_in_the_noise() -> None:
+    check_dummy(pool(2).run)
 
 
 def normal(rows: int, sync: bool) -> dict[str, Any]:

@@ -20,9 +20,9 @@ SEEN_BY: dict[Callable[..., None], Callable[..., None]] = {
     world_faults.processes_weigh_alike: partial(test_world.check_case, case=Case(51, counts="tokens")),
     world_faults.gradients_are_summed: partial(test_world.check_case, case=Case(64, clip=0.05)),
     world_faults.what_counts_elsewhere_is_not_known: partial(test_world.check_case, case=Case(51, counts="tokens")),
-    world_faults.what_stands_in_counts: partial(test_world.check_case, case=Case(17, accumulate=3)),
-    world_faults.noise_of_what_stands_in_stays: test_world_data.check_stand_in,
-    world_faults.numbers_of_what_stands_in_stay: partial(test_world.check_case, case=Case(17)),
+    world_faults.a_dummy_counts: partial(test_world.check_case, case=Case(17, accumulate=3)),
+    world_faults.noise_of_a_dummy_stays: test_world_data.check_dummy,
+    world_faults.numbers_of_a_dummy_stay: partial(test_world.check_case, case=Case(17)),
     world_faults.every_epoch_has_the_order_of_the_first: partial(test_world_data.check_order, kind="own"),
     world_faults.each_process_shuffles_by_itself: partial(
         test_world_data.check_order, kind="loader of the global state"

@@ -1,4 +1,4 @@
-"""World: where a process has no row of a batch or window, what stands in is neither trained on nor told."""
+"""World: where a process has no row of a batch or window, a dummy is neither trained on nor counted."""
 
 from __future__ import annotations
 

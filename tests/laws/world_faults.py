@@ -47,8 +47,8 @@ def no_sync_is_dropped(patch: Patch) -> None:
 def processes_weigh_alike(patch: Patch) -> None:
     whole = DistributedStep._record_stats
 
-    def weight_of(self: ShardedWindow, count: Any, *, is_sum: bool, here: bool) -> float:
-        return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if here else 0.0
+    def weight_of(self: ShardedWindow, count: Any, *, is_sum: bool, has_rows: bool) -> float:
+        return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if has_rows else 0.0
 
     def record_stats(self: DistributedStep, loss: Tensor, count: Any, weight: Any) -> None:
         window = self._window
@@ -67,16 +67,16 @@ def what_counts_elsewhere_is_not_known(patch: Patch) -> None:
     patch.setattr(ShardedWindow, "missing_factor", 1.0)
 
 
-def what_stands_in_counts(patch: Patch) -> None:
+def a_dummy_counts(patch: Patch) -> None:
     patch.setattr(Shard, "of", lambda self, rows, of=Shard.of: of(self, rows) or self.run(rows))
     patch.setattr(Shard, "run", lambda self, rows: range(rows // self.served(rows)))
 
 
-def noise_of_what_stands_in_stays(patch: Patch) -> None:
+def noise_of_a_dummy_stays(patch: Patch) -> None:
     patch.setattr(distributed_step, "rng_preserved", nullcontext)
 
 
-def numbers_of_what_stands_in_stay(patch: Patch) -> None:
+def numbers_of_a_dummy_stay(patch: Patch) -> None:
     record, add = LossTracker.record, LossTracker._add
 
     def recorded(self: LossTracker, returned: Any) -> StepLoss | None:

@@ -56,8 +56,8 @@ class Slice(NamedTuple):
     """What one process runs of a batch."""
 
     batch: Any
-    """The rows that this process runs; where none falls to it, those of the first process as a stand-in."""
+    """The rows that this process runs; where none falls to it, those of the first process, as a dummy."""
     rows: int | None
-    """How many rows of `batch` count here: 0 for a stand-in; None: as many as it has (a stream's own batch)."""
+    """How many rows of `batch` count here: 0 for a dummy; None: as many as it has (a stream's own batch)."""
     whole: int | None
     """Rows over all processes; None where that is not known (a stream)."""

@@ -73,8 +73,8 @@ class DistributedStep(ImmediateCheck):
         self._finds_unused = False
         """Whether the current window, the first of an epoch, finds the unused parameters."""
         self._buckets: dict[tuple[int, ...], GradientBuckets] = {}
-        self._silenced: list[Any] = []
-        """Hooks that make gradients 0, while a batch without a row of this rank runs backward."""
+        self._zero_hooks: list[Any] = []
+        """Hooks that make gradients 0 while a dummy, a micro-batch without a row of this rank, runs backward."""
         self._reduced: dict[int, tuple[int, int]] = {}
         """By parameter: the fingerprint of its gradient when that was averaged over the ranks."""
         self.loss: Count = 0.0
@@ -90,8 +90,8 @@ class DistributedStep(ImmediateCheck):
             batches,
             accumulate,
             world=self._world,
-            in_step=self._is_sharded or (self._wraps and self._settings.static_graph),
-            beside_others=self._is_sharded or self._is_default,
+            same_number=self._is_sharded or (self._wraps and self._settings.static_graph),
+            dummies_beside_rows=self._is_sharded or self._is_default,
             rows=hooks.rows,
             count=hooks.count,
             move=move,
@@ -113,7 +113,7 @@ class DistributedStep(ImmediateCheck):
         super().begin(window)
         self.loss = 0.0
         self._reduced.clear()
-        self._silence(False)
+        self._zero_gradients(False)
         if self._settings.sync_buffers:  # before any forward, which may save them for its backward
             self._world.align(self._owner.model.buffers())
 
@@ -123,9 +123,9 @@ class DistributedStep(ImmediateCheck):
         if window.position < 0:
             self._reset_stats()
         last = window.position + 2 == len(window.batches)
-        self._silence(window.is_stand_in)
-        if window.is_stand_in:
-            with self._dropping_changes():
+        self._zero_gradients(window.is_dummy)
+        if window.is_dummy:
+            with self._no_side_effects():
                 return self._forward(batch, last=last)
         return self._forward(batch, last=last)
 
@@ -138,7 +138,7 @@ class DistributedStep(ImmediateCheck):
         """Average the gradients of the window over the ranks, unless DDP has done so in `backward`; read its count."""
         module = self._module
         assert module is not None
-        self._silence(False)
+        self._zero_gradients(False)
         if self._in_use is None and not self._is_sharded:
             buckets = self._buckets_of(module.trained)
             stats = buckets.average(self._window_stats)
@@ -161,16 +161,16 @@ class DistributedStep(ImmediateCheck):
     def weight_of_minimized(self, loss: StepLoss) -> Count:
         """Return the weight of a loss of this rank's complete window."""
         window = self._window
-        here = any(window.rows)
+        has_rows = any(window.rows)
         self._reset_stats()
-        weight = loss.weight * window.weight_of(loss.count, is_sum=False, here=here)
-        self._silence(not here)
-        self._record_stats(loss.loss, loss.count if here else 0, weight)
+        weight = loss.weight * window.weight_of(loss.count, is_sum=False, has_rows=has_rows)
+        self._zero_gradients(not has_rows)
+        self._record_stats(loss.loss, loss.count if has_rows else 0, weight)
         return weight
 
     def all_reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
         """Average the gradients of a loss that was minimized; return the factor that is missing from them."""
-        self._silence(False)
+        self._zero_gradients(False)
         if self._is_sharded:
             stats = self._window_stats / self._world.size
             self._world.sum(stats)
@@ -200,7 +200,7 @@ class DistributedStep(ImmediateCheck):
         if gradients and share:
             torch._foreach_mul_(gradients, share)
         elif gradients:
-            torch._foreach_zero_(gradients)  # of stand-ins, which may be NaN: 0 times NaN is NaN
+            torch._foreach_zero_(gradients)  # of dummies, which may be NaN: 0 times NaN is NaN
         self._buckets_of(parameters).average(torch.zeros(2))
         self._mark(parameters)
         return True
@@ -299,15 +299,15 @@ class DistributedStep(ImmediateCheck):
             self._window_stats = torch.zeros_like(stats.detach())
         stats.grad = None
 
-    def _silence(self, silent: bool) -> None:
-        """Make the gradients of the next `backward` 0, whatever it computes: 0 times NaN would be NaN."""
-        if not silent and not self._silenced:
+    def _zero_gradients(self, zero: bool) -> None:
+        """Make the gradients of the next `backward` 0, or stop it. A weight of 0 is not enough: 0 times NaN is NaN."""
+        if not zero and not self._zero_hooks:
             return
-        for handle in self._silenced:
+        for handle in self._zero_hooks:
             handle.remove()
         assert self._module is not None
-        trained = self._module.trained if silent and not self._is_sharded else []
-        self._silenced = [parameter.register_hook(torch.zeros_like) for parameter in trained]
+        trained = self._module.trained if zero and not self._is_sharded else []
+        self._zero_hooks = [parameter.register_hook(torch.zeros_like) for parameter in trained]
 
     def _forward(self, batch: Any, *, last: bool) -> tuple[Tensor, ...]:
         assert self._module is not None
@@ -320,11 +320,11 @@ class DistributedStep(ImmediateCheck):
 
     def recorded_step(self, batch: Any) -> Tensor:
         """Run the user's step, record it, and return its loss."""
-        owner, here = self._owner, not self._window.is_stand_in
+        owner, has_rows = self._owner, not self._window.is_dummy
         step_loss = owner._tracker.record(owner.training_step(batch))
         assert step_loss is not None
         self._weight = step_loss.weight
-        self._record_stats(step_loss.loss, step_loss.count if here else 0, self._weight)
+        self._record_stats(step_loss.loss, step_loss.count if has_rows else 0, self._weight)
         return step_loss.loss
 
     def _record_stats(self, loss: Tensor, count: Count | None, weight: Count) -> None:
@@ -361,8 +361,8 @@ class DistributedStep(ImmediateCheck):
         return self._buckets[key]
 
     @contextmanager
-    def _dropping_changes(self) -> Iterator[None]:
-        """Run a stand-in, a batch without a counted row: its changes are restored, and its numbers are dropped."""
+    def _no_side_effects(self) -> Iterator[None]:
+        """Run a dummy, of which no row counts: statistics and random states are restored, its numbers are dropped."""
         tracker, statistics = self._owner._tracker, running_statistics(self._owner.model)
         copies = [statistic.clone() for statistic in statistics]
         recording, tracker.recording = tracker.recording, False

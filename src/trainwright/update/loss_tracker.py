@@ -111,12 +111,7 @@ class LossTracker(RunningMeans):
         if step_loss.count is None and not step_loss.is_sum:
             step_loss.count = self._count_of_mean(step_loss.loss)
         if self.recording:
-            # A plain sum counts the rows of its batch.
-            is_sum, count = step_loss.is_sum, self._rows if step_loss.count is None else step_loss.count
-            self.has_loss = True
-            self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
-            if step_loss.named is not None:
-                self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
+            self._add(step_loss)
         if window is not None:
             window.position += 1
             step_loss.count = None if step_loss.count is None else as_count(step_loss.count)
@@ -146,6 +141,14 @@ class LossTracker(RunningMeans):
             value = host_reads.host_value(loss)
             self._epoch.add("loss", value if is_sum else value * count, count)
         return True
+
+    def _add(self, step_loss: StepLoss) -> None:
+        """Add a loss and its named parts to the numbers; a plain sum counts the rows of its batch."""
+        is_sum, count = step_loss.is_sum, self._rows if step_loss.count is None else step_loss.count
+        self.has_loss = True
+        self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
+        if step_loss.named is not None:
+            self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
 
     def grad_tensor(self, loss: Tensor, weight: Count) -> Tensor | None:
         """Return weight times loss scale as a tensor like the loss, for `backward`; None for 1."""
@@ -215,19 +218,19 @@ class LossTracker(RunningMeans):
         """Record the loss that `minimize` was given; a mean without a count counts the rows."""
         assert self.window is not None
         rows = sum(self.window.rows)
-        stands_in = not rows and self.window.all_rows > 0  # the other ranks have all of its rows
+        is_dummy = not rows and self.window.all_rows > 0  # the other ranks have all of its rows
         if type(returned) is StepOutput:
-            if self.metrics is not None and not stands_in:  # one batch of the window, perhaps
+            if self.metrics is not None and not is_dummy:  # one batch of the window, perhaps
                 own = find_rows(returned.output)
                 self.metrics.update(returned.output, returned.target, rows if own is None else own)
             returned = returned.loss
         step_loss = read_step_loss(returned)
-        given = rows if step_loss.count is None or stands_in else step_loss.count
+        given = rows if step_loss.count is None or is_dummy else step_loss.count
         if step_loss.named is not None:
             self.unread += [(name, value, given, step_loss.is_sum) for name, value in self._claimed(step_loss.named)]
         if step_loss.count is not None and step_loss.is_sum:
             step_loss.weight = 1.0 / one_for_zero(as_count(step_loss.count))
-        if stands_in or not step_loss.is_sum:
+        if is_dummy or not step_loss.is_sum:
             step_loss.count = given
         return step_loss
 

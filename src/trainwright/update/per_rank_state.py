@@ -90,7 +90,7 @@ def _undealt(owner: Owner, source: Any) -> Iterator[Any]:
 
 
 def shard_batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any]:
-    """Yield the batches of an evaluation that have rows of this rank; stand-ins only where all ranks must run."""
+    """Yield the batches of an evaluation that have rows of this rank; dummies only where all ranks must run."""
     shards = owner.parallel.shards
     slices = open_epoch(owner.world, source, 0)
     if shards and source.length is None:
@@ -102,7 +102,7 @@ def shard_batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterato
 
 
 def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
-    """Yield the batches of a stream, as many as the longest rank has: at its end the last one again, as a stand-in."""
+    """Yield the batches of a stream, as many as the longest rank has: at its end the last one again, as a dummy."""
     last: Slice | None = None
     while True:
         found = next(own, None)

@@ -23,7 +23,7 @@ class ShardedWindow(Window):
         ranks * n_i / N
 
     N is known only when all steps have run: the window's rows B take its place, and `missing_factor` is B / N, where N
-    is reduced with the gradients. A micro-batch without a row of this rank, a stand-in, has the weight 0.
+    is reduced with the gradients. A dummy, a micro-batch without a row of this rank, has the weight 0.
     """
 
     def __init__(
@@ -46,19 +46,19 @@ class ShardedWindow(Window):
         """Whether its losses are sums that nothing divides."""
 
     @property
-    def is_stand_in(self) -> bool:
+    def is_dummy(self) -> bool:
         """Whether the micro-batch that comes next has no row of this rank."""
         index = self.position + 1
         return index < len(self.rows) and not self.rows[index]
 
     def weight(self, count: Count | None, *, is_sum: bool) -> Count:
         """Return the weight by which the mean of the gradients over all ranks is the window's gradient."""
-        return self.weight_of(count, is_sum=is_sum, here=self.rows[self.position] > 0)
+        return self.weight_of(count, is_sum=is_sum, has_rows=self.rows[self.position] > 0)
 
-    def weight_of(self, count: Count | None, *, is_sum: bool, here: bool) -> Count:
-        """Return the weight of a loss; 0 where no row `here` counts."""
+    def weight_of(self, count: Count | None, *, is_sum: bool, has_rows: bool) -> Count:
+        """Return the weight of a loss; 0 for one of a micro-batch in which no row of this rank counts."""
         self.is_plain_sum = count is None
-        if not here:
+        if not has_rows:
             return 0.0
         if count is None:
             return float(self.ranks)
@@ -89,45 +89,48 @@ def sharded_windows(
     accumulate: int,
     *,
     world: World,
-    in_step: bool,
-    beside_others: bool,
+    same_number: bool,
+    dummies_beside_rows: bool,
     rows: Callable[[Any], int],
     count: Callable[[Any], Count] | None = None,
     move: Move | None = None,
 ) -> Iterator[ShardedWindow]:
     """Group slices into windows of `accumulate`; `rows` counts those of a stream's batch.
 
-    Where each rank reads a stream of its own, the rows of each window are summed over the ranks as it is fetched, until
-    no rank has a batch. `in_step`: all ranks run equally many micro-batches. `beside_others`: a stand-in is run beside
-    other micro-batches too, not only where a rank has no other. It is False for code that may join the micro-batches of
-    a window: the rows of a stand-in would be rows like any.
+    Batches that all ranks share are cut by arithmetic: each rank knows the rows of all. Where each rank reads a stream
+    of its own, the rows of each window are summed over the ranks as it is fetched, until no rank has a batch.
+
+    A rank that has no row of a window runs a dummy, since all ranks take part in its collectives. `same_number`: all
+    ranks run equally many micro-batches. `dummies_beside_rows=False`: no dummy is run by a rank that has rows; for code
+    that may join the micro-batches of a window, where rows of a dummy would be rows like any.
     """
     slices = iter(slices)
-    last: Any = None
+    last: Slice | None = None
     while True:
         group = list(islice(slices, accumulate))
-        if group and group[0].whole is not None:
+        nearest = group[0] if group else last
+        if nearest is not None and nearest.whole is not None:  # batches that all ranks share
+            if not group:
+                return
             own = [rows(one.batch) if one.rows is None else one.rows for one in group]
             all_rows, most = sum(one.whole or 0 for one in group), len(group)
-        elif group or last is None or last.whole is None:
+        else:
             own = [rows(one.batch) for one in group]
             all_rows, lengths = _sum_over_ranks(own, world)
             most = max(lengths)
             if not most:
                 return
-            needed = most if in_step else 1
+            needed = most if same_number else 1
             if min(lengths) < needed:
-                stand_in = _stand_in(group, last if all_rows else None, world=world, some_have_none=not min(lengths))
+                dummy = _dummy(group, last if all_rows else None, world=world, some_have_none=not min(lengths))
                 missing = needed - len(group)
-                group, own = group + missing * [stand_in], own + missing * [0]
-        else:
-            return
+                group, own = group + missing * [dummy], own + missing * [0]
         last = group[-1]
-        if not beside_others and any(own):
+        if not dummies_beside_rows and any(own):
             group, own = [one for one, n in zip(group, own, strict=True) if n], [n for n in own if n]
         batches = [one.batch for one in group]
         counts: list[Count] | None = None
-        if count is not None and len(group) > 1:  # a stand-in counts nothing, in the shares of a custom loop either
+        if count is not None and len(group) > 1:  # a dummy counts nothing, in the shares of a custom loop either
             counts = [count(batch) if n else 0 for batch, n in zip(batches, own, strict=True)]
         yield ShardedWindow(batches, own, counts, all_rows=all_rows, all_batches=most, ranks=world.size, move=move)
 
@@ -139,8 +142,8 @@ def _sum_over_ranks(own: list[int], world: World) -> tuple[int, list[int]]:
     return int(rows), [int(length) for length in each]
 
 
-def _stand_in(group: list[Slice], last: Slice | None, *, world: World, some_have_none: bool) -> Slice:
-    """Return the micro-batch for a rank that has too few: its last one, or the first of another rank."""
+def _dummy(group: list[Slice], last: Slice | None, *, world: World, some_have_none: bool) -> Slice:
+    """Return the dummy for a rank that has too few micro-batches: its last one, or the first of another rank."""
     own = group[-1] if group else last
     if some_have_none and any(world.gather(own is None)):
         offered = world.gather(group[0].batch if group else None)
