@@ -16,7 +16,7 @@ from trainwright.core.suggestions import refuse_near_names
 if TYPE_CHECKING:
     from trainwright.core.model_statistics import ModelStatistics
     from trainwright.core.speed import Speed
-    from trainwright.schedules.rates import Rates
+    from trainwright.schedules.bound import BoundSchedule
 
 Tree = Any
 """None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
@@ -43,7 +43,7 @@ class Clip(Protocol):
 class Schedule(Protocol):
     """A learning-rate schedule: the settings. `bind` makes the object with state, which sets the rates of a run."""
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> BoundSchedule:
         """The rates of this optimizer over this plan; SettingError where the plan contradicts the settings."""
         ...
 

@@ -182,8 +182,8 @@ class Trainer(Generic[M]):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
                 for window in run.start_epoch():
-                    for rates in run.rates.values():
-                        rates.apply(counters.updates)
+                    for schedule in run.schedules.values():
+                        schedule.apply(counters.updates)
                     strategy.update(window)
                     applied = run.count(window)
                     if applied and run.after_update is not None:
@@ -368,13 +368,13 @@ class Trainer(Generic[M]):
     ) -> Plan:
         """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
         from trainwright.fit import opening
-        from trainwright.schedules.rates import bind_rates
+        from trainwright.schedules.bound import bind_schedules
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates)
         with rng_preserved():
             source, held_out = opening.open_data(self, train, val, ends=ends, batch_size=batch_size, joins=False)
         planned = make_plan(self, source, held_out, ends=ends)
-        bind_rates(self.schedule, self.optimizers, planned)
+        bind_schedules(self.schedule, self.optimizers, planned)
         if self.average is not None:
             self.average.bind(nn.Module(), planned)  # its arithmetic alone: no weight is copied
         return planned

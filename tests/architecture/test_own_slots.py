@@ -30,7 +30,7 @@ from trainwright.data.source import Source
 from trainwright.distributed.world import World
 from trainwright.fit.early_stopping import NO_ERRORS, EarlyStopper
 from trainwright.precision import LossScale, Precision
-from trainwright.schedules.rates import Rates
+from trainwright.schedules.bound import BoundSchedule
 
 DATA = [(torch.randn(8, 4), torch.randint(0, 3, (8,))) for _ in range(4)]
 
@@ -86,11 +86,11 @@ class OwnClip:
 class OwnSchedule:
     """The rate is one over the number of the update."""
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> OwnRates:
-        return OwnRates(optimizer)
+    def bind(self, optimizer: Optimizer, plan: Plan) -> OwnBoundSchedule:
+        return OwnBoundSchedule(optimizer)
 
 
-class OwnRates(Rates):
+class OwnBoundSchedule(BoundSchedule):
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
 

@@ -19,10 +19,9 @@ ROOT = PACKAGE.parent.parent
 
 
 def imported_names() -> dict[str, str]:
-    """The module of every name that type checkers see, those included that are imported when they are asked for."""
-    nodes = ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
-    own = [n for n in nodes if isinstance(n, ast.ImportFrom) and str(n.module).startswith("trainwright.")]
-    return {alias.asname or alias.name: str(n.module) for n in own for alias in n.names}
+    """The module of every name that type checkers see."""
+    nodes = ast.walk(ast.parse((PACKAGE / "__init__.pyi").read_text()))
+    return {alias.name: str(n.module) for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
 
 
 def written(value: object) -> bool:

@@ -16,7 +16,7 @@ from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.optim import gradients
 from trainwright.optim.gradients import Gradients
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.table import TableSchedule
 from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, strategy, window
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import KnownLoss
@@ -134,8 +134,8 @@ def each_epoch_sets_train_mode(patch):
 
 
 def rates_are_one_update_late(patch):
-    whole = TableRates.apply
-    patch.setattr(TableRates, "apply", lambda self, updates: whole(self, max(updates - 1, 0)))
+    whole = TableSchedule.apply
+    patch.setattr(TableSchedule, "apply", lambda self, updates: whole(self, max(updates - 1, 0)))
 
 
 def a_sum_is_divided_by_its_rows(patch):

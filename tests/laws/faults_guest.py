@@ -28,7 +28,7 @@ from trainwright.modules import modes
 from trainwright.modules.modes import wake
 from trainwright.optim.averaging import AveragedWeights
 from trainwright.precision import mixed_precision
-from trainwright.schedules import rates as schedule_rates
+from trainwright.schedules import bound
 
 from .faults import around, without
 
@@ -270,7 +270,7 @@ def a_refused_fit_is_forgotten(patch):
 
 
 def a_refused_fit_takes_the_rates(patch):
-    without(patch, stages._TakenRates, "restore_groups")
+    without(patch, stages._TakenSchedule, "restore_groups")
 
 
 # What a pass without a trace leaves.
@@ -349,7 +349,7 @@ def a_pass_counts_its_rows(patch):
 
 
 def a_plan_sets_the_rates(patch):
-    whole = schedule_rates.bind_rates
+    whole = bound.bind_schedules
 
     def bind(*args):
         bound = whole(*args)
@@ -357,7 +357,7 @@ def a_plan_sets_the_rates(patch):
             rates.apply(1)
         return bound
 
-    patch.setattr(schedule_rates, "bind_rates", bind)
+    patch.setattr(bound, "bind_schedules", bind)
 
 
 def a_probe_is_a_callback(patch):

@@ -12,7 +12,7 @@ from trainwright.core.trees import NamedParts
 from trainwright.fit import run
 from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.table import TableSchedule
 from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
 from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import LossTracker
@@ -67,7 +67,7 @@ def clipping_is_forgotten(patch):
 
 
 def the_schedule_is_forgotten(patch):
-    without(patch, TableRates, "apply")
+    without(patch, TableSchedule, "apply")
 
 
 def autocast_is_entered_once(patch):
@@ -181,7 +181,7 @@ def each_step_counts_as_an_update(patch):
 
 
 def only_the_first_schedule_is_applied(patch):
-    whole = run.bind_rates
+    whole = run.bind_schedules
 
     def bind(*given):
         bound = whole(*given)
@@ -189,7 +189,7 @@ def only_the_first_schedule_is_applied(patch):
             rates.apply = lambda updates: None
         return bound
 
-    patch.setattr(run, "bind_rates", bind)
+    patch.setattr(run, "bind_schedules", bind)
 
 
 def each_optimizer_gets_the_clip_of_the_other(patch):

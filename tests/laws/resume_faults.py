@@ -24,8 +24,8 @@ from trainwright.fit.rollback import Rollback
 from trainwright.observers.journal import Journal
 from trainwright.optim.averaging import AveragedWeights
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.schedules.stepped import SteppedRates
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.stepped import SteppedSchedule
+from trainwright.schedules.table import TableSchedule
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.snapshot import Buffers
 
@@ -177,17 +177,17 @@ def the_plateau_is_forgotten(patch):
         for scheduled in self._groups:
             scheduled.written.clear()
 
-    patch.setattr(SteppedRates, "load_state_dict", forgetful)
+    patch.setattr(SteppedSchedule, "load_state_dict", forgetful)
 
 
 def the_schedule_starts_anew(patch):
-    whole = TableRates.apply
+    whole = TableSchedule.apply
 
     def late(self, updates):
         self.first = getattr(self, "first", updates)
         whole(self, updates - self.first)
 
-    patch.setattr(TableRates, "apply", late)
+    patch.setattr(TableSchedule, "apply", late)
 
 
 def the_sums_of_the_epoch_are_forgotten(patch):

@@ -18,8 +18,8 @@ from trainwright.evaluation import passes
 from trainwright.fit.early_stopping import EarlyStopper
 from trainwright.metrics.totals import Total
 from trainwright.modules import modes
-from trainwright.schedules.stepped import SteppedRates
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.stepped import SteppedSchedule
+from trainwright.schedules.table import TableSchedule
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import KnownLoss
 from trainwright.update.reporter import UpdateReporter
@@ -203,19 +203,19 @@ def the_standard_error_is_over_batches(patch):
 
 @fault(schedule.check_a_skipped_update_does_not_advance, "skip", {"epochs": 5})
 def a_skipped_update_advances_the_schedule(patch):
-    apply = TableRates.apply
+    apply = TableSchedule.apply
 
     def by_tries(self, updates):
         self.tries = getattr(self, "tries", -1) + 1
         apply(self, self.tries)
 
-    patch.setattr(TableRates, "apply", by_tries)
+    patch.setattr(TableSchedule, "apply", by_tries)
 
 
 @fault(schedule.check_rates_are_torchs, "cosine", "one", "plain")
 def the_schedule_is_one_update_ahead(patch):
-    apply = TableRates.apply
-    patch.setattr(TableRates, "apply", lambda self, updates: apply(self, updates + 1))
+    apply = TableSchedule.apply
+    patch.setattr(TableSchedule, "apply", lambda self, updates: apply(self, updates + 1))
 
 
 @fault(schedule.check_rates_are_torchs, "one cycle", "adam", "accumulate")
@@ -233,9 +233,9 @@ def the_rate_that_is_told_is_the_next_one(patch):
     whole = UpdateReporter.report
 
     def late(self, window, *, skipped):
-        for rates in self._owner._run.rates.values():
-            rates.apply(self._counters.updates)
-        self._optimizer_steps.clear_used_rates()
+        for bound in self._owner._run.schedules.values():
+            bound.apply(self._counters.updates)
+        self._optimizer_steps.clear_used_lrs()
         whole(self, window, skipped=skipped)
 
     patch.setattr(UpdateReporter, "report", late)
@@ -243,17 +243,17 @@ def the_rate_that_is_told_is_the_next_one(patch):
 
 @fault(stages.check_a_next_stage_starts_anew, "cosine, warmup")
 def a_next_stage_starts_from_the_last_rate(patch):
-    patch.setattr(TableRates, "restore_groups", lambda self: None)
+    patch.setattr(TableSchedule, "restore_groups", lambda self: None)
 
 
 @fault(schedule.check_plateau_is_torchs, schedule.Plateau("val_loss", factor=0.5, patience=1))
 def a_plateau_takes_a_nan_for_a_gain(patch):
-    observe = SteppedRates.observe
+    observe = SteppedSchedule.observe
 
     def hidden(self, metrics):
         observe(self, {name: -1e9 if math.isnan(value) else value for name, value in metrics.items()})
 
-    patch.setattr(SteppedRates, "observe", hidden)
+    patch.setattr(SteppedSchedule, "observe", hidden)
 
 
 # Traceless.

@@ -14,7 +14,7 @@ from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer
 from trainwright.core.errors import NonFiniteError
 from trainwright.optim.fused import DirectStep
 from trainwright.update import device_state
-from trainwright.update.device_state import DeviceRates
+from trainwright.update.device_state import DeviceLRTable
 
 SLOTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -102,8 +102,8 @@ def test_a_table_of_rates_is_sent_anew_where_it_ends(rows: int, monkeypatch: pyt
 
 def test_a_table_of_rates_is_sent_once_and_not_at_each_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     defer_on_cpu(monkeypatch)
-    sent, real = [], DeviceRates._send
-    monkeypatch.setattr(DeviceRates, "_send", lambda self, first: sent.append(first) or real(self, first))
+    sent, real = [], DeviceLRTable._send
+    monkeypatch.setattr(DeviceLRTable, "_send", lambda self, first: sent.append(first) or real(self, first))
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = StepLR(Updates(3), gamma=0.5)
@@ -329,8 +329,8 @@ def stops_the_clock(patch: pytest.MonkeyPatch) -> None:
 
 
 def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
-    real = DeviceRates.at
-    patch.setattr(DeviceRates, "at", lambda self, applied: real(self, torch.zeros_like(applied)))
+    real = DeviceLRTable.at
+    patch.setattr(DeviceLRTable, "at", lambda self, applied: real(self, torch.zeros_like(applied)))
 
 
 def adapts_no_scale(patch: pytest.MonkeyPatch) -> None:

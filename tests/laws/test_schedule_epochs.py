@@ -33,7 +33,7 @@ from trainwright import (
 )
 from trainwright.core.plan import Plan
 from trainwright.fit.epochs import EpochLengths
-from trainwright.update.device_state import DeviceRates
+from trainwright.update.device_state import DeviceLRTable
 
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=generator)
@@ -502,7 +502,7 @@ def test_resumed_after_the_refusal_it_is_refused_again_and_goes_on_with_the_cure
 def test_a_table_on_a_device_is_sent_anew_when_the_plan_is_another():
     plan = Plan(batches=3, epochs=9)
     rates = StepLR(Epochs(1), gamma=0.5).bind(torch.optim.SGD(net().parameters(), lr=0.1), plan)
-    table = DeviceRates(rates, torch.device("cpu"))
+    table = DeviceLRTable(rates, torch.device("cpu"))
     table.resize(1)
     table.reach(0)
     read = lambda update: table.at(torch.tensor(update))[0].item()  # noqa: E731

@@ -19,7 +19,7 @@ from trainwright.distributed.world import Group
 from trainwright.evaluation import passes
 from trainwright.fit import rollback
 from trainwright.fit.boundary import Boundary
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.table import TableSchedule
 from trainwright.update import distributed_step
 from trainwright.update.distributed_step import DistributedStep
 from trainwright.update.loss_tracker import LossTracker
@@ -102,13 +102,13 @@ def each_process_shuffles_by_itself(patch: Patch) -> None:
 
 
 def the_schedule_steps_on_each_process(patch: Patch) -> None:
-    whole = TableRates.apply
+    whole = TableSchedule.apply
 
-    def apply(self: TableRates, updates: int) -> None:
+    def apply(self: TableSchedule, updates: int) -> None:
         last = self._rows - 1
         whole(self, min(updates * dist.get_world_size(), max(last, updates)))
 
-    patch.setattr(TableRates, "apply", apply)
+    patch.setattr(TableSchedule, "apply", apply)
 
 
 # Numbers and decisions.

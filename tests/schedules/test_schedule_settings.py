@@ -13,8 +13,8 @@ from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.schedules import cycles
+from trainwright.schedules.bound import BoundSchedule, bind_schedules
 from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.rates import Rates, bind_rates
 from trainwright.schedules.standard import (
     Cosine,
     Exponential,
@@ -264,14 +264,14 @@ class Own:
 def test_a_bind_that_returns_no_rates_is_refused_with_the_class_to_derive_from(named):
     optimizer = sgd()
     schedule = {"a": Own(0.1)} if named else Own(0.1)
-    with pytest.raises(SettingError, match=r"Own.bind\(optimizer, plan\) returned float(.|\n)*schedules.Rates"):
-        bind_rates(schedule, {"a": optimizer}, Plan())
-    mine = Rates()
-    assert bind_rates(Own(mine), {"a": optimizer}, Plan()) == {"a": mine}
+    with pytest.raises(SettingError, match=r"Own.bind\(optimizer, plan\) returned float(.|\n)*schedules.BoundSchedule"):
+        bind_schedules(schedule, {"a": optimizer}, Plan())
+    mine = BoundSchedule()
+    assert bind_schedules(Own(mine), {"a": optimizer}, Plan()) == {"a": mine}
 
 
 def test_the_schedules_of_several_optimizers_are_bound_by_name():
     schedules = {"a": Plateau("val_loss"), "b": Cosine(), "c": Plateau("val_score", mode="max")}
-    rates = bind_rates(schedules, {name: sgd() for name in schedules}, Plan(max_updates=5))
+    rates = bind_schedules(schedules, {name: sgd() for name in schedules}, Plan(max_updates=5))
     assert {name: one.monitor for name, one in rates.items()} == {"a": "val_loss", "b": None, "c": "val_score"}
-    assert bind_rates(None, {"a": sgd()}, Plan()) == {} == bind_rates({"a": None}, {"a": sgd()}, Plan())
+    assert bind_schedules(None, {"a": sgd()}, Plan()) == {} == bind_schedules({"a": None}, {"a": sgd()}, Plan())

@@ -14,7 +14,7 @@ from trainwright import Cosine, SettingError, Trainer
 from trainwright.core.plan import Plan
 from trainwright.modules.freezing import freeze, unfreeze
 from trainwright.optim.optimizers import adamw
-from trainwright.schedules.rates import group_name
+from trainwright.schedules.bound import group_name
 
 
 def groups(model, **settings):

@@ -34,7 +34,7 @@ from trainwright.checkpointing.weights import load_into, read_weights
 from trainwright.core.checks import local_path
 from trainwright.core.device import Home
 from trainwright.core.errors import CheckpointError, SettingError, message, warn_user
-from trainwright.core.monitor import Mode, rank
+from trainwright.core.monitor import Mode, sort_key
 from trainwright.core.suggestions import suggests
 from trainwright.protocols import Tree
 
@@ -286,7 +286,7 @@ def _best(directory: Path, listing: _Listing) -> Path:
                 raise
             warn_user(f"{error}; if it was the best, another one is taken")
             continue
-        key = rank(manifest["metrics"].get(monitor), mode)
+        key = sort_key(manifest["metrics"].get(monitor), mode)
         if key < inf:
             ranked.append((key, manifest["update"], path, manifest))
     for *_, path, manifest in sorted(ranked, key=lambda item: item[:2]):

@@ -26,7 +26,7 @@ from trainwright.checkpointing.format import (
 from trainwright.checkpointing.retention import BestTracker, removable
 from trainwright.checkpointing.writer import Files, Writer
 from trainwright.core.errors import CheckpointError, message, warn_user
-from trainwright.core.monitor import rank
+from trainwright.core.monitor import sort_key
 from trainwright.core.records import Best, Saved
 from trainwright.protocols import Tree
 
@@ -58,8 +58,8 @@ class CheckpointManager:
         """Whether a save was submitted whose result is not collected yet."""
         self._tracker = BestTracker(settings)
         self._complete: Mapping[int, float] = {}
-        """Complete checkpoints of this run in the directory: update -> rank of the monitored number. Immutable: a save
-        reads this one, and returns another."""
+        """Complete checkpoints of this run in the directory: update -> sort key of the monitored number. Immutable: a
+        save reads this one, and returns another."""
         self._resumed: Path | None = None
         """The checkpoint that was resumed."""
         self._root = RunDirectory(self.directory, given=str(settings.directory))
@@ -270,7 +270,7 @@ class CheckpointManager:
         for path in list_checkpoints(self.directory):
             manifest = known[path] if path in known else self._readable(path, tolerant=loaded is not None)
             if manifest is not None:
-                complete[manifest["update"]] = rank(manifest["metrics"].get(self.settings.best), self._tracker.mode)
+                complete[manifest["update"]] = sort_key(manifest["metrics"].get(self.settings.best), self._tracker.mode)
         return complete
 
     def _readable(self, path: Path, *, tolerant: bool) -> dict[str, Any] | None:
@@ -331,7 +331,7 @@ class SaveJob:
         )
         seconds = time.perf_counter() - self.began
         metrics = self.manifest["metrics"]
-        complete[update] = inf if settings.best is None else rank(metrics.get(settings.best), self.manifest["mode"])
+        complete[update] = inf if settings.best is None else sort_key(metrics.get(settings.best), self.manifest["mode"])
         for old in removable(complete, keep=settings.keep, top=settings.top, best=self.best):
             del complete[old]
             warnings += _remove(directory / update_name(old), run=self.manifest["run"])
@@ -357,7 +357,7 @@ class SaveResult:
 
     saved: Saved
     complete: Mapping[int, float]
-    """The complete checkpoints after it: update -> rank of the monitored number."""
+    """The complete checkpoints after it: update -> sort key of the monitored number."""
     warnings: list[str]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from warnings import warn
 
 from trainwright.core.checks import check_form, is_count, is_none_or, is_number, is_text
-from trainwright.core.monitor import Mode, rank, require_monitor
+from trainwright.core.monitor import Mode, require_monitor, sort_key
 
 if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
@@ -43,12 +43,12 @@ class BestTracker:
         require_monitor(self.monitor, metrics, f"Checkpoint(best={self.monitor!r})")
         measured = Measured(float(metrics[self.monitor]), epoch, update)
         others = [one for one in self.top if one.update != update]
-        ranked = sorted([*others, measured], key=self._rank)  # stable: the earlier one of two that are equal
-        self.top = [one for one in ranked if self._rank(one) < inf][: self._size]
+        ranked = sorted([*others, measured], key=self._sort_key)  # stable: the earlier one of two that are equal
+        self.top = [one for one in ranked if self._sort_key(one) < inf][: self._size]
         return measured in self.top
 
-    def _rank(self, measured: Measured) -> float:
-        return rank(measured.value, self.mode)
+    def _sort_key(self, measured: Measured) -> float:
+        return sort_key(measured.value, self.mode)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best values so far."""
@@ -72,7 +72,7 @@ def removable(
 ) -> list[int]:
     """Return the updates of the checkpoints to remove: all but the last `keep`, the `top` best, and those of `best`.
 
-    `complete`: the rank of each complete one's number, by update; `best`: updates with the best values so far; their
+    `complete`: update -> sort key of its number; `best`: updates with the best values so far; their
     checkpoints may be incomplete.
     """
     last = sorted(complete, reverse=True)[: None if keep == "all" else keep]

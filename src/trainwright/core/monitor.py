@@ -12,11 +12,11 @@ from trainwright.core.suggestions import did_you_mean
 Mode = Literal["min", "max"]
 
 
-def rank(value: float | None, mode: Mode) -> float:
+def sort_key(value: float | None, mode: Mode) -> float:
     """Return the sort key of a value: the smaller key is the better value.
 
     The key of None, of NaN and of the worst infinity is infinity, so none of them is ever better than anything:
-    `rank(a, mode) < rank(b, mode)` is "a is better than b".
+    `sort_key(a, mode) < sort_key(b, mode)` is "a is better than b".
     """
     if value is None or math.isnan(value):
         return math.inf

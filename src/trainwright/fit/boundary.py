@@ -95,7 +95,7 @@ class Boundary:
             self._sync_ranks(run.rank_sync)
         run.signals.check()
         self.clock.update()
-        run.optimizer_steps.record_used_rates()
+        run.optimizer_steps.record_used_lrs()
         self.epoch_ended = epoch_ended
         if epoch_ended and not counters.interrupted_validation:  # else it was counted before its validation
             self._count_epoch()
@@ -113,8 +113,8 @@ class Boundary:
             run.check_epoch()
         run.lengths.epoch_ended()
         counters.epoch, counters.batch, counters.begun = counters.epoch + 1, 0, False
-        for rates in run.rates.values():
-            rates.epoch_ended()
+        for schedule in run.schedules.values():
+            schedule.epoch_ended()
         if run.weights.average is not None:
             run.weights.average.epoch_ended(counters.updates, counters.epoch)
 
@@ -200,7 +200,7 @@ class Boundary:
             "update": counters.earlier_updates + counters.updates,
             **trained,
             **(numbers or {}),
-            **(self.run.optimizer_steps.numbers() or {"lr": self.run.optimizer_steps.rates[0]}),
+            **(self.run.optimizer_steps.numbers() or {"lr": self.run.optimizer_steps.lrs[0]}),
         }
 
     def _last_training_numbers(self) -> dict[str, float]:
@@ -228,8 +228,8 @@ class Boundary:
             if watch is None:
                 best = manager.best is not None and manager.best.update == where["update"]
         if validated or not self.val:  # each validation, or each epoch without one
-            for rates in self.run.rates.values():
-                rates.observe(row)
+            for schedule in self.run.schedules.values():
+                schedule.observe(row)
         return best, saves
 
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
@@ -290,7 +290,7 @@ class Boundary:
 
     def end(self) -> None:
         """Set the update after which the loop comes back."""
-        self.run.optimizer_steps.clear_used_rates()
+        self.run.optimizer_steps.clear_used_lrs()
         self._continue()
 
     # The update at which they come next.

@@ -356,7 +356,7 @@ def _summary(owner: Owner, result: Result) -> dict[str, Any]:
 def _release_run(owner: Owner, run: Run) -> None:
     """Take the run from its owner, but for the records that the next stage needs."""
     record = owner._record
-    record.rates = tuple(run.rates.values())
+    record.schedules = tuple(run.schedules.values())
     run.strategy.close()
     if record.path.splits is not None:
         record.path.splits = record.path.splits.summary()
@@ -390,7 +390,7 @@ def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
     """Run one validation batch without a trace, so that its mistakes are raised before the first update."""
     owner._tracker.must_feed = not val and bool(owner.metrics)
     validated = {name: _validated_numbers(owner, name, source) for name, source in val.items()}
-    watched = watched_numbers(owner, [rates.monitor for rates in run.rates.values()])
+    watched = watched_numbers(owner, [schedule.monitor for schedule in run.schedules.values()])
     if watched:
         check_watched(owner, watched, validated)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trainwright.core.checks import check_form, check_whole, is_count, is_none_or, is_number, is_text
 from trainwright.core.errors import CheckpointError, SettingError
-from trainwright.core.monitor import Mode, rank, require_monitor, resolve_mode
+from trainwright.core.monitor import Mode, require_monitor, resolve_mode, sort_key
 from trainwright.core.records import Best
 from trainwright.core.suggestions import suggests
 
@@ -128,10 +128,10 @@ class EarlyStopper:
         self.weights = None if tree["weights"] is None else dict(tree["weights"])
 
     def _beats(self, value: float) -> bool:
-        best = rank(None if self.best is None else self.best.value, self.mode)
+        best = sort_key(None if self.best is None else self.best.value, self.mode)
         if self.best is not None and self.settings.margin.size:
             best -= self.settings.margin.width(best, self._error)
-        return rank(value, self.mode) < best
+        return sort_key(value, self.mode) < best
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from trainwright.core.errors import DataError
 from trainwright.core.plan import NEVER, LengthDependency, Plan
 from trainwright.core.progress import Counters
 from trainwright.data.source import Source
-from trainwright.schedules.rates import Rates
+from trainwright.schedules.bound import BoundSchedule
 from trainwright.update.window import Window
 
 
@@ -28,7 +28,7 @@ class EpochLengths:
         self.plan, self._source, self._counters = plan, source, counters
         self._dependencies: list[LengthDependency] = []
         """Settings that slots have computed from the planned lengths."""
-        self._rates: list[Rates] = []
+        self._schedules: list[BoundSchedule] = []
         self._matters = False
         """Whether any rate or setting depends on the lengths."""
 
@@ -37,10 +37,10 @@ class EpochLengths:
         """The plan to bind slots with: settings that they compute from lengths are recorded."""
         return replace(self.plan, dependencies=self._dependencies)
 
-    def follow(self, rates: Iterable[Rates]) -> None:
-        """Plan these rates again where epochs have other lengths. Called when all slots are bound."""
-        self._rates = list(rates)
-        self._matters = bool(self._dependencies) or any(rates.follows_epochs for rates in self._rates)
+    def follow(self, schedules: Iterable[BoundSchedule]) -> None:
+        """Plan these schedules again where epochs have other lengths. Called when all slots are bound."""
+        self._schedules = list(schedules)
+        self._matters = bool(self._dependencies) or any(schedule.follows_epochs for schedule in self._schedules)
 
     @property
     def made(self) -> int:
@@ -110,9 +110,9 @@ class EpochLengths:
 
     def _replan(self, *, loaded: bool = False) -> None:
         """Plan the schedules that count the ends of epochs again; all of them after a checkpoint was loaded."""
-        for rates in self._rates:
-            if loaded or rates.follows_epochs:
-                rates.replan(self.plan)
+        for schedule in self._schedules:
+            if loaded or schedule.follows_epochs:
+                schedule.replan(self.plan)
 
     def _refused(self, wrong: list[LengthDependency], measured: str, *, real: Plan, known: bool) -> DataError:
         plan, counters = self.plan, self._counters

@@ -91,7 +91,7 @@ class StageRecord:
     path: UpdatePath = field(default_factory=UpdatePath)
     evaluation: EvaluationRecord = field(default_factory=EvaluationRecord)
     outcome: Outcome = field(default_factory=Outcome)
-    rates: tuple[Any, ...] = ()
+    schedules: tuple[Any, ...] = ()
     """Its bound schedules; set when it is over."""
     weights: Any = None
     """Its evaluation weights, in addition to the trained ones; None where no loop has begun."""
@@ -102,8 +102,8 @@ class StageRecord:
         return StageRecord(**carried, stages=list(self.stages), is_under_way=True, follows_failure=self.failed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRecord:
-        """A copy for the copy of a trainer; TypeError where it refers to other weights or rates of this one."""
-        if self.rates or (self.weights is not None and self.weights.average is not None):
+        """A copy for the copy of a trainer; TypeError where it refers to other weights or schedules of this one."""
+        if self.schedules or (self.weights is not None and self.weights.average is not None):
             what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
             fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
             raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))

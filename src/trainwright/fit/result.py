@@ -137,7 +137,7 @@ class FitEnd:
 
     def _skip_notes(self) -> tuple[str, ...]:
         counters, total = self._counters, self._run.plan.updates
-        planned = [rates.monitor is None for rates in self._run.rates.values()]
+        planned = [schedule.monitor is None for schedule in self._run.schedules.values()]
         short = total - counters.updates if total is not None and planned and all(planned) else 0
         if counters.skipped and not counters.updates:
             return (f"nothing was trained: all {counters.skipped} updates were skipped",)

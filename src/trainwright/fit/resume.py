@@ -207,7 +207,7 @@ def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
 def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
     """Raise FormError where the counters, history and stages of a checkpoint are not as a run writes them."""
     check_form(progress, counters=is_dict, history=_is_history, settings=_are_settings, stages=_is_list)
-    check_form(progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_rates=_are_rates)
+    check_form(progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_lrs=_are_lrs)
     counters, stages = Counters(), progress["stages"]
     for ended in stages:
         _check_stage(ended)
@@ -241,7 +241,7 @@ def _are_settings(value: object) -> bool:
     return isinstance(value, Mapping) and "optimizer" in value and all(map(is_text, (*value, *value.values())))
 
 
-def _are_rates(value: object) -> bool:
+def _are_lrs(value: object) -> bool:
     """Whether a value is a dict of lists of rates."""
     lists = value.values() if isinstance(value, Mapping) else [None]
     return all(isinstance(rates, list | tuple) and all(map(is_number, rates)) for rates in lists)
@@ -279,7 +279,7 @@ def _restore(plan: ResumeFrom, owner: Owner, boundary: Boundary) -> tuple[list[s
     matched = put_in_current_order(parts, tree, saved, origin=origin)
     if is_sharded(*owner.model.parameters()):
         tree = _resharded(tree, parts, boundary)
-    with _same_rates(owner) if "schedule" in plan.fresh else nullcontext():
+    with _same_lrs(owner) if "schedule" in plan.fresh else nullcontext():
         reports = run_parts.restore(parts, tree, origin=origin)
     if not plan.with_data:
         owner._counters.batch = 0
@@ -301,7 +301,7 @@ def _find_position(boundary: Boundary) -> None:
     elif counters.last_boundary < counters.updates:
         run.unfinished_boundary, counters.stopped = "update", stopped_early
     else:  # unfinished work makes the row of the update before it
-        run.optimizer_steps.clear_used_rates()
+        run.optimizer_steps.clear_used_lrs()
     if not counters.stopped:
         boundary.record.outcome.final_validation = None
 
@@ -360,20 +360,20 @@ def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any
 
 
 @contextmanager
-def _same_rates(owner: Owner) -> Iterator[None]:
+def _same_lrs(owner: Owner) -> Iterator[None]:
     """Restore, after loading inside, the values in the parameter groups that a schedule sets."""
     before = [
         (optimizer, [{key: group[key] for key in _RATES if key in group} for group in optimizer.param_groups])
         for optimizer in owner.optimizers.values()
     ]
     yield
-    for optimizer, rates in before:
-        _set_rates(optimizer, rates)
+    for optimizer, lrs in before:
+        _set_lrs(optimizer, lrs)
 
 
-def _set_rates(optimizer: Optimizer, rates: list[dict[str, Any]]) -> None:
+def _set_lrs(optimizer: Optimizer, lrs: list[dict[str, Any]]) -> None:
     """Set rates in the groups; one in a tensor is filled, since the optimizer may refer to it."""
-    for group, before in zip(optimizer.param_groups, rates, strict=True):
+    for group, before in zip(optimizer.param_groups, lrs, strict=True):
         for key, value in before.items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)

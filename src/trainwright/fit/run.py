@@ -26,7 +26,7 @@ from trainwright.modules.modes import running_statistics
 from trainwright.optim.named import check_kernels, check_parameters
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import check_weights
-from trainwright.schedules.rates import bind_rates
+from trainwright.schedules.bound import bind_schedules
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
 from trainwright.update.hooks import mover
@@ -107,9 +107,9 @@ class Run:
         self.gradients = self.optimizer_steps.all.gradients
         """The gradients of all optimizers together."""
         plan = self.lengths.tracked
-        self.rates = bind_rates(owner.schedule, owner.optimizers, plan)
+        self.schedules = bind_schedules(owner.schedule, owner.optimizers, plan)
         average = None if owner.average is None else owner.average.bind(owner.model, plan)
-        self.lengths.follow(self.rates.values())
+        self.lengths.follow(self.schedules.values())
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
         self.weights = choose_weights(owner, average, self._feed)
@@ -296,7 +296,7 @@ class Run:
         if self.owner.precision is not None:
             self.owner.precision.after_update()
         if self.owner._hooks.after_update is not None:
-            self.optimizer_steps.record_used_rates()
+            self.optimizer_steps.record_used_lrs()
             self.owner._hooks.after_update()
 
     def _note_step(self, *_: Any) -> None:
@@ -304,7 +304,7 @@ class Run:
 
     def _note_beginning(self, optimizer: Any, given: tuple[Any, ...], named: dict[str, Any]) -> None:
         self.strategy.status.stepping = True
-        self.optimizer_steps.record_rates_of(optimizer)
+        self.optimizer_steps.record_lrs_of(optimizer)
         self.strategy.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:
@@ -348,7 +348,7 @@ def choose_strategy(run: Run) -> UpdateStrategy:
     """Choose how the updates of a run are made: by one rank or several, checked at once or later, split or not."""
     owner = run.owner
     path = owner._record.path
-    path.why_immediate = why_immediate(owner, checks=run.checks, scaler=run.scaler, rates=run.rates)
+    path.why_immediate = why_immediate(owner, checks=run.checks, scaler=run.scaler, schedules=run.schedules)
     update = owner.update if owner.on_oom is None else _split_update(run)
     if owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)

@@ -111,7 +111,7 @@ def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
         "loss": owner.loss if isinstance(owner.loss, nn.Module) and owner.loss.state_dict() else None,
         "optimizer": NamedParts(owner.optimizers) if run.optimizer_steps.named else owner.optimizers[ONLY],
         "precision": run.scaler,
-        "schedule": NamedParts(run.rates) if isinstance(owner.schedule, Mapping) else run.rates.get(ONLY),
+        "schedule": NamedParts(run.schedules) if isinstance(owner.schedule, Mapping) else run.schedules.get(ONLY),
         "average": run.weights if run.weights.differs else None,
         "early_stopping": boundary.watch,
         "checkpoint": boundary.manager,
@@ -143,7 +143,7 @@ class RunProgress:
             "stages": record.stages,
             "settings": run.settings,
             "split_at": None if splits is None else splits.limit,  # a resumed run splits from the start
-            "used_rates": run.optimizer_steps.used_rates(),
+            "used_lrs": run.optimizer_steps.used_lrs(),
             "epochs": run.lengths.state_dict(),
         }
 
@@ -151,7 +151,7 @@ class RunProgress:
         """Take over the saved progress."""
         run, owner = self._run, self._run.owner
         record = owner._record
-        run.optimizer_steps.load_used_rates(tree["used_rates"])
+        run.optimizer_steps.load_used_lrs(tree["used_lrs"])
         epochs, counters = tree["epochs"], tree["counters"]
         if sum(number for number, *_ in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
             raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is made

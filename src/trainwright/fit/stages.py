@@ -88,8 +88,8 @@ class TrainedStage(LastStage):
     def begin_next(self, *, resumes: bool) -> None:
         """Reset the counters, but for the totals; restore the rates from before a schedule and trained weights."""
         _count_anew(self._owner._counters, continues=self._record.failed and resumes)
-        for rates in self._record.rates:
-            rates.restore_groups()
+        for schedule in self._record.schedules:
+            schedule.restore_groups()
         weights = self._record.weights
         if weights is not None and not weights.restore():
             self._weights, self._record.weights = [], None  # they are the user's now
@@ -98,9 +98,9 @@ class TrainedStage(LastStage):
 
     def _restore(self) -> None:
         super()._restore()
-        taken = _TakenRates(self._groups)
+        taken = _TakenSchedule(self._groups)
         if taken.changed:
-            self._record.rates = (taken,)
+            self._record.schedules = (taken,)
         if self._record.weights is not None:
             self._record.weights.install()
             # Their versions are recorded in `weights`.
@@ -122,7 +122,7 @@ def _count_anew(counters: Counters, *, continues: bool) -> None:
     counters.load_state_dict(fresh.state_dict())
 
 
-class _TakenRates:
+class _TakenSchedule:
     """Rates that `restore_groups` of a schedule had set, and that a refusal has taken back."""
 
     def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:

@@ -12,28 +12,6 @@ A step changes weights bit for bit as torch's own step does. Clipping sums norms
 `torch.nn.utils.clip_grad_norm_` does. Nothing here knows of a trainer.
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from trainwright.core.lazy import lazy_names
 
-if TYPE_CHECKING:
-    from trainwright.optim.gradients import Gradients
-    from trainwright.optim.groups import param_groups
-    from trainwright.optim.layerwise import Lamb, Lars
-    from trainwright.optim.optimizers import muon
-
-__all__ = ["Gradients", "Lamb", "Lars", "muon", "param_groups"]
-
-_FILES = {
-    "gradients": ("Gradients",),
-    "groups": ("param_groups",),
-    "layerwise": ("Lamb", "Lars"),
-    "optimizers": ("muon",),
-}
-"""The public names by file. Each file is imported when one of its names is first read."""
-
-
-def __getattr__(name: str) -> Any:
-    for file, names in _FILES.items():
-        if name in names:
-            return getattr(import_module(f"{__name__}.{file}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+__all__, __getattr__, __dir__ = lazy_names(__name__)

@@ -45,24 +45,24 @@ class DirectStep:
         self._is_uniform = False
 
     def __call__(
-        self, found_inf: Tensor | None = None, rates: list[Tensor] | None = None, *, scale: Tensor | None = None
+        self, found_inf: Tensor | None = None, lrs: list[Tensor] | None = None, *, scale: Tensor | None = None
     ) -> None:
         """Make one step; torch's own `step` if a state does not exist yet or a setting is unusual.
 
-        `found_inf`: a 0-dim float32 tensor on the parameters' device; where it is 1, nothing changes. `rates`: the
+        `found_inf`: a 0-dim float32 tensor on the parameters' device; where it is 1, nothing changes. `lrs`: the
         learning rate of each group, 0-dim float32 tensors on that device, instead of those in the groups. `scale`:
         another such tensor, by which the kernels divide the gradients in place first.
         """
         calls = self._calls()
         if calls is None:
-            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, rates=rates, scale=scale)
+            masked(self._optimizer, lambda: self._inner(self._optimizer), found_inf, lrs=lrs, scale=scale)
             return
         with torch.no_grad():
             for index, (kernel, tensors, steps, settings) in enumerate(calls):
                 if not tensors[0]:  # no parameter of the group has a gradient
                     continue
-                if rates is not None:
-                    settings["lr"] = rates[index]
+                if lrs is not None:
+                    settings["lr"] = lrs[index]
                 if steps and steps[0].is_cpu:
                     torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number anew for each of them
                 elif steps:
@@ -102,7 +102,7 @@ def masked(
     step: Callable[[], Any],
     found_inf: Tensor | None,
     *,
-    rates: list[Tensor] | None = None,
+    lrs: list[Tensor] | None = None,
     scale: Tensor | None = None,
 ) -> Any:
     """Make a fused optimizer's own step with these rates and this scale; where `found_inf` is 1, nothing changes."""
@@ -110,11 +110,11 @@ def masked(
         _divide(optimizer, scale)
         return step()
     if why_not_masked(optimizer):  # groups were added since the first check
-        return unless(optimizer, step, found_inf, rates=rates, scale=scale)
+        return unless(optimizer, step, found_inf, lrs=lrs, scale=scale)
     optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
     optimizer.grad_scale = scale
     try:
-        with _at_rates(optimizer, rates):
+        with _with_lrs(optimizer, lrs):
             return step()
     finally:
         del optimizer.found_inf, optimizer.grad_scale
@@ -125,17 +125,17 @@ def unless(
     step: Callable[[], Any],
     found_inf: Tensor | None,
     *,
-    rates: list[Tensor] | None = None,
+    lrs: list[Tensor] | None = None,
     scale: Tensor | None = None,
 ) -> Any:
     """Make a step that no kernel can skip, with these rates and this scale, unless `found_inf` is 1: the host waits."""
     _divide(optimizer, scale)
     if found_inf is None:
         return step()
-    left_out, *read = host_reads.read([found_inf, *([] if rates is None else rates)])
+    left_out, *read = host_reads.read([found_inf, *([] if lrs is None else lrs)])
     if left_out:
         return None
-    with _at_rates(optimizer, None if rates is None else read):
+    with _with_lrs(optimizer, None if lrs is None else read):
         return step()
 
 
@@ -147,11 +147,11 @@ def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
 
 
 @contextmanager
-def _at_rates(optimizer: Optimizer, rates: Sequence[Tensor | float] | None) -> Iterator[None]:
+def _with_lrs(optimizer: Optimizer, lrs: Sequence[Tensor | float] | None) -> Iterator[None]:
     """Set these learning rates in the groups inside the block."""
     groups = optimizer.param_groups
     own = [group["lr"] for group in groups]
-    for group, rate in zip(groups, own if rates is None else rates, strict=True):
+    for group, rate in zip(groups, own if lrs is None else lrs, strict=True):
         group["lr"] = rate
     try:
         yield
@@ -361,14 +361,14 @@ def _look_up_and_step(optimizer: Any) -> Any:
 def maskable_step_of(
     optimizer: Optimizer,
     found_inf: Tensor | None,
-    rates: Callable[[], list[Tensor]] | None = None,
+    lrs: Callable[[], list[Tensor]] | None = None,
     *,
     scale: Callable[[], Tensor | None] | None = None,
 ) -> Callable[[], Any]:
     """Return a function that makes one step as that of `step_of` does, with numbers that only the device knows.
 
     `found_inf`: the kernels skip every step before which it is 1; before a step with hooks, or a replaced one, the host
-    reads it. `rates`: returns the learning rates of the groups. `scale`: returns a tensor by which the gradients are
+    reads it. `lrs`: returns the learning rates of the groups. `scale`: returns a tensor by which the gradients are
     divided, in the kernels too.
     """
     cls, own = type(optimizer), vars(optimizer)
@@ -376,21 +376,21 @@ def maskable_step_of(
     direct = direct_step(optimizer, inner)
 
     def step() -> Any:
-        at, by = None if rates is None else rates(), None if scale is None else scale()
+        at, by = None if lrs is None else lrs(), None if scale is None else scale()
         if inner is None:
-            return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+            return masked(optimizer, optimizer.step, found_inf, lrs=at, scale=by)
         if own[BEFORE] or own[AFTER] or any(global_step_hooks()) or cls.step is not wrapper:
-            return unless(optimizer, optimizer.step, found_inf, rates=at, scale=by)  # hooks may change weights too
+            return unless(optimizer, optimizer.step, found_inf, lrs=at, scale=by)  # hooks may change weights too
         if "step" in own:
             # Torch's schedulers wrap `step` only to count its calls: a kernel can skip the step.
             only_counts = is_wrapped_by_scheduler(own["step"]) and own["step"].__wrapped__ is wrapper
             make = masked if only_counts else unless
-            return make(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+            return make(optimizer, optimizer.step, found_inf, lrs=at, scale=by)
         if profiler_enabled():
-            return masked(optimizer, optimizer.step, found_inf, rates=at, scale=by)
+            return masked(optimizer, optimizer.step, found_inf, lrs=at, scale=by)
         if direct is not None and "grad_scale" not in own and "found_inf" not in own:
             return direct(found_inf, at, scale=by)
-        return masked(optimizer, partial(inner, optimizer), found_inf, rates=at, scale=by)
+        return masked(optimizer, partial(inner, optimizer), found_inf, lrs=at, scale=by)
 
     return step
 

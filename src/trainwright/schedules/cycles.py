@@ -14,8 +14,8 @@ from trainwright.core.durations import Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import suggests
+from trainwright.schedules.bound import group_name
 from trainwright.schedules.lengths import Length, constant, warmup_updates
-from trainwright.schedules.rates import group_name
 from trainwright.schedules.settings import BuiltinSchedule, values_of
 from trainwright.schedules.table import TableSpec
 
@@ -38,7 +38,7 @@ class OneCycle(BuiltinSchedule):
     >>> import torch
     >>> from trainwright import OneCycle, Plan
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
-    >>> rates = OneCycle(max_lr=0.5).bind(optimizer, Plan(max_updates=100))
+    >>> schedule = OneCycle(max_lr=0.5).bind(optimizer, Plan(max_updates=100))
     >>> for update in range(100):
     ...     rates.apply(update)  # then forward, backward, optimizer.step()
     >>> optimizer.param_groups[0]["lr"]

@@ -13,9 +13,9 @@ from trainwright.core.checks import check_choice, check_number, check_whole, set
 from trainwright.core.durations import Epochs
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
+from trainwright.schedules.bound import BoundSchedule
 from trainwright.schedules.lengths import check_length
-from trainwright.schedules.rates import Rates
-from trainwright.schedules.table import BareOptimizer, TableRates, TableSpec
+from trainwright.schedules.table import BareOptimizer, TableSchedule, TableSpec
 
 
 class BuiltinSchedule:
@@ -23,9 +23,9 @@ class BuiltinSchedule:
 
     __slots__ = ()
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> BoundSchedule:
         """The rates of this optimizer over this plan; SettingError where the plan contradicts the settings."""
-        return TableRates(self.spec, optimizer, plan, text=settings_text(self))
+        return TableSchedule(self.spec, optimizer, plan, text=settings_text(self))
 
     def spec(self, plan: Plan) -> TableSpec:
         """Torch's scheduler in this plan, and the updates before which it is stepped."""
@@ -93,16 +93,16 @@ def _rates_by_update(
             fix=f"plot(updates={updates}, updates_per_epoch=100)",
         )
     optimizer = BareOptimizer([{"lr": float(value)} for value in own])
-    rates = schedule.bind(optimizer, Plan(max_updates=updates, epoch_updates=updates_per_epoch))
-    if rates.monitor is not None or "validation" in given:
+    bound = schedule.bind(optimizer, Plan(max_updates=updates, epoch_updates=updates_per_epoch))
+    if bound.monitor is not None or "validation" in given:
         raise SettingError(
             f"{settings_text(schedule)} cannot be drawn: its rates depend on the validations of a run",
             fix="result = trainer.fit(...); result.plot()   # draws the rates that were used",
         )
     rows = []
     for update in range(updates):
-        rates.apply(update)
+        bound.apply(update)
         rows.append([float(group["lr"]) for group in optimizer.param_groups])
         if updates_per_epoch is not None and not (update + 1) % updates_per_epoch:
-            rates.epoch_ended()
+            bound.epoch_ended()
     return rows

@@ -27,6 +27,7 @@ from trainwright.core.durations import Epochs
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import NEVER, Plan
 from trainwright.core.suggestions import suggests
+from trainwright.schedules.bound import BoundSchedule
 from trainwright.schedules.lengths import (
     Length,
     check_length,
@@ -38,7 +39,6 @@ from trainwright.schedules.lengths import (
     start_of,
     warmup_updates,
 )
-from trainwright.schedules.rates import Rates
 from trainwright.schedules.settings import BuiltinSchedule
 from trainwright.schedules.table import Build, TableSpec
 
@@ -179,7 +179,7 @@ class MultiStep(BuiltinSchedule):
         self._check_number("gamma", above=0)
         self._check_length("warmup", least=0, optional=True)
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> Rates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> BoundSchedule:
         """The rates of this optimizer over this plan; milestones must rise."""
         points = self._points(plan.untracked)
         if points != sorted(points):

@@ -22,7 +22,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.monitor import Mode, resolve_mode
 from trainwright.core.plan import LengthDependency, Plan
 from trainwright.core.suggestions import did_you_mean, suggests
-from trainwright.schedules.rates import GroupRates, are_settings
+from trainwright.schedules.bound import GroupSchedule, are_settings
 from trainwright.schedules.settings import BuiltinSchedule
 from trainwright.schedules.table import BareOptimizer
 
@@ -65,12 +65,12 @@ class Plateau(BuiltinSchedule):
     def _mode(self) -> Mode:
         return resolve_mode(self.monitor, None if self.mode == "auto" else self.mode, "Plateau({!r}, mode={!r})")
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedRates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedSchedule:
         """The rates of this optimizer, lowered by the validations of the run."""
         mode = self._mode()
         settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("monitor", "mode")}
         build = partial(ReduceLROnPlateau, mode=mode, **settings)
-        return SteppedRates(
+        return SteppedSchedule(
             build, optimizer, unit="validation", monitor=self.monitor, mode=mode, text=settings_text(self)
         )
 
@@ -104,7 +104,7 @@ class TorchSchedule(BuiltinSchedule):
             raise SettingError(f"TorchSchedule(monitor={self.monitor!r}, unit={self.unit!r})", want=want)
         _takes_total(self.factory)
 
-    def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedRates:
+    def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedSchedule:
         """The rates of this optimizer over this plan; the scheduler is built, and refused, here."""
         total = _steps_in(plan, self.unit) if _takes_total(self.factory) else None
 
@@ -114,10 +114,10 @@ class TorchSchedule(BuiltinSchedule):
             return scheduler
 
         text = settings_text(self)
-        return SteppedRates(build, optimizer, unit=self.unit, monitor=self.monitor, total=total, text=text)
+        return SteppedSchedule(build, optimizer, unit=self.unit, monitor=self.monitor, total=total, text=text)
 
 
-class SteppedRates(GroupRates):
+class SteppedSchedule(GroupSchedule):
     """A torch scheduler that is stepped on a bare optimizer; `apply` copies its rates to the real one."""
 
     def __init__(

@@ -1,7 +1,7 @@
 """A schedule as one table for each parameter group: the rate of every update, grown on demand by torch's own scheduler.
 
 The table of a group is filled by torch's scheduler on a `BareOptimizer` that has this group alone, so each rate has
-the bits that torch gives it. `TableRates.apply(updates)` looks up the row of the clock of applied updates. Nothing
+the bits that torch gives it. `TableSchedule.apply(updates)` looks up the row of the clock of applied updates. Nothing
 depends on how long the run is: rows are added as they are needed. Another plan of the run is another table.
 """
 
@@ -21,7 +21,7 @@ from torch.optim.lr_scheduler import CyclicLR, LinearLR, LRScheduler, OneCycleLR
 
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
-from trainwright.schedules.rates import Base, GroupRates, ScheduledGroup
+from trainwright.schedules.bound import Base, GroupSchedule, ScheduledGroup
 
 if TYPE_CHECKING:
     from trainwright.protocols import Tree
@@ -71,14 +71,14 @@ class TableSpec:
     """Makes the updates before which torch's scheduler is stepped after the warm-up; None: before each."""
 
 
-class TableRates(GroupRates):
+class TableSchedule(GroupSchedule):
     """A schedule that is a function of the clock alone: each rate is looked up in the table of its group.
 
     From the end of the run on the rate of the last update holds. Groups that are added to the optimizer later follow
     the schedule from their own rate.
     """
 
-    _tables: list[RateTable]
+    _tables: list[LRTable]
     """The table of each group; groups with the same settings share one."""
     _columns: list[_Column]
     _rows: int
@@ -163,7 +163,7 @@ class TableRates(GroupRates):
             )
         base = {key: scheduled.base[key] for key in _READ if key in scheduled.base}
         alike = [] if self._spec.lists else [table for table in self._tables if table.base == base]
-        table = alike[0] if alike else RateTable(self._spec, base, scheduled.index, text=self._text)
+        table = alike[0] if alike else LRTable(self._spec, base, scheduled.index, text=self._text)
         table.grow(self._rows)
         self._tables.append(table)
         scheduled.keys.update(table.values)
@@ -172,7 +172,7 @@ class TableRates(GroupRates):
             self._columns.append(_Column(scheduled, key, values, later_betas))
 
 
-class RateTable:
+class LRTable:
     """The rates of one parameter group by update, and its momenta where the schedule cycles them."""
 
     def __init__(self, spec: TableSpec, base: Base, index: int, *, text: str) -> None:

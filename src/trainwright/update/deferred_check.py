@@ -15,9 +15,9 @@ from trainwright.core.records import Update
 from trainwright.optim.fused import ready_to_mask
 from trainwright.optim.named import ONLY
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.table import TableSchedule
 from trainwright.update import nonfinite_policy
-from trainwright.update.device_state import AHEAD, AsyncReads, DeviceRates, DeviceScale, DeviceVerdict
+from trainwright.update.device_state import AHEAD, AsyncReads, DeviceLRTable, DeviceScale, DeviceVerdict
 from trainwright.update.nonfinite_policy import PATIENCE
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.running_means import Entry, Terms, count_of, mean_of, values_of
@@ -74,18 +74,18 @@ class DeferredCheck(UpdateStrategy):
     def regroup(self) -> None:
         """Make the steps read the flag, and rates of the device, by the parameter groups of now."""
         steps = self._run.optimizer_steps
-        mask, rates = self.mask(), self.device_rates()
+        mask, lrs = self.mask(), self.device_lrs()
         self._fuses_clipping = all(step.can_fuse_clipping() for step in steps.all.steps)
         for step in steps.all.steps:
             if mask is not None:
                 ready_to_mask(step.optimizer)
-            step.make_step(mask, rates, fuses_clipping=self._fuses_clipping)
+            step.make_step(mask, lrs, fuses_clipping=self._fuses_clipping)
 
     def mask(self) -> Tensor | None:
         """Return the tensor that is 1 where a step changes nothing; None where nothing is checked."""
         return self._run.gradients.flag if self._run.checks else None
 
-    def device_rates(self) -> Callable[[], list[Tensor]] | None:
+    def device_lrs(self) -> Callable[[], list[Tensor]] | None:
         """Return a function that returns the rates of the groups on the device; None: the groups have them."""
         return None
 
@@ -153,21 +153,21 @@ class DeferredCheck(UpdateStrategy):
         ends_run, left_out, *norms = numbers[2 * len(pending.entries) :]
         if ends_run:
             self._raise(pending, norms)
-        rates = self.rates_of(pending)
+        lrs = self.lrs_of(pending)
         self._count(pending, left_out=left_out != 0)
         named = dict(zip(pending.norms, norms, strict=True))
         update = replace(
             pending.update,
             update=run.counters.earlier_updates + self._applied,
             skipped=left_out != 0,
-            lr=rates[0],
-            lrs=rates,
+            lr=lrs[0],
+            lrs=lrs,
             grad_norm=named.get(run.optimizer_steps.all.steps[0].name),
         )
         grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.optimizer_steps.named else {}
         self.reporter.send(update, {"loss": mean_of(terms.get("loss", [])), **values_of(terms), **grad_norms})
 
-    def rates_of(self, pending: _Pending) -> tuple[float, ...]:
+    def lrs_of(self, pending: _Pending) -> tuple[float, ...]:
         """Return the rates of an update whose numbers have arrived, before it is counted."""
         return pending.update.lrs
 
@@ -186,7 +186,7 @@ class DeferredCheck(UpdateStrategy):
         raise nonfinite_policy.error(
             update=counters.earlier_updates + counters.updates + 1,
             loss=mean_of(pending.terms.get("loss", [])),
-            lr=self.rates_of(pending)[0],
+            lr=self.lrs_of(pending)[0],
             norm=norms[0] if norms else None,
             counted=count_of(pending.terms),
             find_origin=self._run.find_origin,
@@ -198,12 +198,12 @@ class DeferredCheck(UpdateStrategy):
         self._reads.drop()
         run.tracker.collect()
         counters.updates, (counters.batch, counters.rows) = self._applied, place
-        self.apply_rates(counters.updates)
+        self.apply_schedules(counters.updates)
 
-    def apply_rates(self, updates: int) -> None:
+    def apply_schedules(self, updates: int) -> None:
         """Set the rates of the groups to those after so many applied updates."""
-        for rates in self._run.rates.values():
-            rates.apply(updates)
+        for schedule in self._run.schedules.values():
+            schedule.apply(updates)
 
 
 class DeferredSkip(DeferredCheck):
@@ -219,8 +219,8 @@ class DeferredSkip(DeferredCheck):
         self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
         self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
         self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
-        rates = run.rates.get(ONLY)
-        self._rates = DeviceRates(rates, device) if isinstance(rates, TableRates) else None
+        schedule = run.schedules.get(ONLY)
+        self._lr_table = DeviceLRTable(schedule, device) if isinstance(schedule, TableSchedule) else None
         """The rates on the device; None without a schedule."""
         self._last = 0
         """The applied updates before the one whose numbers were read last."""
@@ -231,21 +231,21 @@ class DeferredSkip(DeferredCheck):
         """Return the tensor that is 1 where the update in progress is left out."""
         return self._verdict.left_out
 
-    def device_rates(self) -> Callable[[], list[Tensor]] | None:
+    def device_lrs(self) -> Callable[[], list[Tensor]] | None:
         """Return a function that returns the rates after so many applied updates as the device knows."""
-        rates = self._rates
-        if rates is None:
+        table = self._lr_table
+        if table is None:
             return None
-        rates.resize(len(self._run.optimizer_steps.rates))
-        return lambda: rates.at(self._verdict.applied)
+        table.resize(len(self._run.optimizer_steps.lrs))
+        return lambda: table.at(self._verdict.applied)
 
     def begin(self, window: Window) -> None:
         """Begin the update of a window; its rates are on the device."""
         super().begin(window)
         if not self._reads.has_unread:
             self._verdict.reset(self._applied)
-        if self._rates is not None:
-            self._rates.reach(self._applied)
+        if self._lr_table is not None:
+            self._lr_table.reach(self._applied)
 
     def check_on_device(self, found_inf: Tensor, gradients: Gradients, *, norms: list[Tensor]) -> None:
         """Decide on the device whether the update is applied: by the flag of the gradients, and that of the loss."""
@@ -269,11 +269,11 @@ class DeferredSkip(DeferredCheck):
         has_unread = self._reads.has_unread
         super().flush()
         if has_unread:
-            self.apply_rates(self._last)
+            self.apply_schedules(self._last)
 
-    def rates_of(self, pending: _Pending) -> tuple[float, ...]:
+    def lrs_of(self, pending: _Pending) -> tuple[float, ...]:
         """Return the rates that follow as many applied updates as there were before this one."""
-        return pending.update.lrs if self._rates is None else tuple(self._rates.of(self._applied))
+        return pending.update.lrs if self._lr_table is None else tuple(self._lr_table.of(self._applied))
 
     def _count(self, pending: _Pending, *, left_out: bool) -> None:
         """Count an update whose numbers have arrived; correct the host, which has counted it as applied."""

@@ -14,7 +14,7 @@ from trainwright.core.device import widest_float
 from trainwright.core.torch_private import update_scale
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.table import TableSchedule
 from trainwright.update.nonfinite_policy import Policy
 
 AHEAD = 3
@@ -123,13 +123,13 @@ class DeviceVerdict:
         self.left_out.zero_()
 
 
-class DeviceRates:
+class DeviceLRTable:
     """The rates of a schedule as a table on the device, of which each update takes the row of the applied updates."""
 
-    def __init__(self, rates: TableRates, device: torch.device) -> None:
-        self._rates, self._device = rates, device
+    def __init__(self, schedule: TableSchedule, device: torch.device) -> None:
+        self._schedule, self._device = schedule, device
         self._table = torch.zeros(0, 0, device=device)
-        self._version = rates.version
+        self._version = schedule.version
         self._begin: int | None = None
         """The first row of the table, as the host knows it; None where it was not sent yet."""
         self._first = torch.zeros((), dtype=torch.int64, device=device)
@@ -141,12 +141,12 @@ class DeviceRates:
 
     def of(self, updates: int) -> list[float]:
         """Return the rates of the update that follows `updates` applied ones, on the host."""
-        return self._rates.at(updates)
+        return self._schedule.at(updates)
 
     def reach(self, applied: int) -> None:
         """Have the table hold the rates of the update to come; `applied`: updates that the host knows to be applied."""
         # The device has applied at most AHEAD updates more.
-        stale = self._version != self._rates.version
+        stale = self._version != self._schedule.version
         if stale or self._begin is None or not self._begin <= applied < self._begin + ROWS - AHEAD:
             self._send(applied)
 
@@ -157,12 +157,12 @@ class DeviceRates:
 
     def _send(self, first: int) -> None:
         """Send the rows from `first` on, into the memory of those before them."""
-        table = torch.tensor([self._rates.at(first + row) for row in range(ROWS)], dtype=torch.float32)
+        table = torch.tensor([self._schedule.at(first + row) for row in range(ROWS)], dtype=torch.float32)
         if self._device.type == "cuda":
             table = table.pin_memory()
         self._table.copy_(table, non_blocking=True)
         self._first.fill_(first)
-        self._begin, self._version = first, self._rates.version
+        self._begin, self._version = first, self._schedule.version
 
 
 class AsyncReads:

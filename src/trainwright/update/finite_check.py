@@ -16,8 +16,8 @@ from trainwright.optim.fused import why_not_masked
 from trainwright.optim.named import ONLY
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
-from trainwright.schedules.rates import Rates
-from trainwright.schedules.table import TableRates
+from trainwright.schedules.bound import BoundSchedule
+from trainwright.schedules.table import TableSchedule
 from trainwright.update import nonfinite_policy
 from trainwright.update.optimizer_steps import SelectedOptimizers
 from trainwright.update.strategy import UpdateStrategy
@@ -129,7 +129,7 @@ def apply_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss
         raise nonfinite_policy.error(
             update=run.counters.earlier_updates + run.counters.updates + 1,
             loss=loss,
-            lr=chosen.steps[0].rates[0],
+            lr=chosen.steps[0].lrs[0],
             norm=norm if isinstance(norm, float) else None,
             counted=None if counted is None else float(counted),
             unchanged=not owner._hooks.overrides_update,
@@ -139,20 +139,20 @@ def apply_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss
 
 
 def why_immediate(
-    owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Mapping[str, Rates] | None = None
+    owner: Owner, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None = None
 ) -> tuple[str, ...]:
     """Say why the numbers of each update must be read before its step; empty where the check may be deferred.
 
-    `checks`: whether anything is checked. `scaler`: the loss scale. `rates`: the bound schedules by name, if
+    `checks`: whether anything is checked. `scaler`: the loss scale. `schedules`: the bound schedules by name, if
     any is bound.
     """
     if owner.device.type not in ASYNC_DEVICES:
         return ("a read waits for nothing here",)
-    return tuple(_why_not_deferred(owner, checks=checks, scaler=scaler, rates=rates))
+    return tuple(_why_not_deferred(owner, checks=checks, scaler=scaler, schedules=schedules))
 
 
 def _why_not_deferred(
-    owner: Owner, *, checks: bool, scaler: LossScale | None, rates: Mapping[str, Rates] | None
+    owner: Owner, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> list[str]:
     """Return the settings for which a device that works asynchronously must be read before each step."""
     hooks, why = owner._hooks, list[str]()
@@ -168,11 +168,13 @@ def _why_not_deferred(
     if checks:
         why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
     if scaler is not None or owner.on_nonfinite == "skip":
-        why += _why_not_left_out(owner, scaler, rates)
+        why += _why_not_left_out(owner, scaler, schedules)
     return why
 
 
-def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Mapping[str, Rates] | None) -> Iterator[str]:
+def _why_not_left_out(
+    owner: Owner, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
+) -> Iterator[str]:
     """Why the host must know at once which updates a loss scale, or "skip", leaves out."""
     hooks, skips = owner._hooks, owner.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:
@@ -185,7 +187,9 @@ def _why_not_left_out(owner: Owner, scaler: LossScale | None, rates: Mapping[str
         yield "buffers are restored with an update that is skipped"
     if skips and (hooks.overrides_training_step or owner.state):
         yield '"skip" restores `self.state`'
-    plain = all(name == ONLY and type(one) is TableRates and not one.cycles for name, one in (rates or {}).items())
+    plain = all(
+        name == ONLY and type(one) is TableSchedule and not one.cycles for name, one in (schedules or {}).items()
+    )
     if not plain:
         yield "the schedule sets more than rates, or has a state of its own"
 

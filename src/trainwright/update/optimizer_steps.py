@@ -45,7 +45,7 @@ class OptimizerStep:
         """The factor by which the kernels multiply the gradients."""
         self.scale: Tensor | None = None
         """The number by which the kernels divide the gradients: torch's `grad_scale`."""
-        self.used_rates: list[float] | None = None
+        self.used_lrs: list[float] | None = None
         """The rates that the last update has used, if user code may have set others since; else None."""
         self.take_groups()
 
@@ -58,12 +58,12 @@ class OptimizerStep:
         self.groups = len(self.optimizer.param_groups)
 
     def make_step(
-        self, found_inf: Tensor | None, rates: Callable[[], list[Tensor]] | None, *, fuses_clipping: bool
+        self, found_inf: Tensor | None, lrs: Callable[[], list[Tensor]] | None, *, fuses_clipping: bool
     ) -> None:
-        """Make the kernels of the step read `found_inf`, take rates from `rates`, and clip if `fuses_clipping`."""
+        """Make the kernels of the step read `found_inf`, take rates from `lrs`, and clip if `fuses_clipping`."""
         self.fuses_clipping = fuses_clipping
         scale = (lambda: self.scale) if fuses_clipping else None
-        self.step = maskable_step_of(self.optimizer, found_inf, rates, scale=scale)
+        self.step = maskable_step_of(self.optimizer, found_inf, lrs, scale=scale)
 
     def limit(self) -> None:
         """Measure the norm of the gradients if it is wanted, and clip them."""
@@ -90,7 +90,7 @@ class OptimizerStep:
         self.scale = (share * self.factor).reciprocal().float()
 
     @property
-    def rates(self) -> list[float]:
+    def lrs(self) -> list[float]:
         """The learning rate of each group, as it is now."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
@@ -154,41 +154,41 @@ class OptimizerSteps:
                 one.gradients.lower_flags()
 
     @property
-    def rates(self) -> tuple[float, ...]:
+    def lrs(self) -> tuple[float, ...]:
         """The rate of each parameter group of each optimizer, as the last update used it."""
-        return tuple(rate for one in self._steps for rate in one.used_rates or one.rates)
+        return tuple(rate for one in self._steps for rate in one.used_lrs or one.lrs)
 
-    def record_rates_of(self, optimizer: Optimizer) -> None:
+    def record_lrs_of(self, optimizer: Optimizer) -> None:
         """Record the rates that a step of this optimizer is about to use: user code may set others after it."""
         for one in self._steps:
             if one.optimizer is optimizer:
-                one.used_rates = one.rates
+                one.used_lrs = one.lrs
 
-    def record_used_rates(self) -> None:
+    def record_used_lrs(self) -> None:
         """Record the rates of the last update, unless its step has recorded them, before hooks can set others."""
         for one in self._steps:
-            if one.used_rates is None:
-                one.used_rates = one.rates
+            if one.used_lrs is None:
+                one.used_lrs = one.lrs
 
-    def clear_used_rates(self) -> None:
+    def clear_used_lrs(self) -> None:
         """Drop the recorded rates: the next update reads its own."""
         for one in self._steps:
-            one.used_rates = None
+            one.used_lrs = None
 
-    def used_rates(self) -> Tree:
+    def used_lrs(self) -> Tree:
         """The recorded rates for a checkpoint, of those optimizers whose groups have others by now."""
-        return {one.name: one.used_rates for one in self._steps if one.used_rates not in (None, one.rates)}
+        return {one.name: one.used_lrs for one in self._steps if one.used_lrs not in (None, one.lrs)}
 
-    def load_used_rates(self, tree: Tree) -> None:
+    def load_used_lrs(self, tree: Tree) -> None:
         """Load the recorded rates of a checkpoint, for the row that is still to be made of its last update."""
         for one in self._steps:
-            one.used_rates = tree.get(one.name)
+            one.used_lrs = tree.get(one.name)
 
     def numbers(self) -> dict[str, float]:
         """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
         if not self.named:
             return {}
-        return {f"lr_{one.name}": (one.used_rates or one.rates)[0] for one in self._steps}
+        return {f"lr_{one.name}": (one.used_lrs or one.lrs)[0] for one in self._steps}
 
     def norms(self) -> dict[str, float]:
         """`grad_norm_<name>` of those that were measured."""

@@ -103,13 +103,13 @@ class UpdateReporter:
         self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
     ) -> Update:
         """Return the record of the update of this window."""
-        counters, rates = self._counters, self._optimizer_steps.rates
+        counters, lrs = self._counters, self._optimizer_steps.lrs
         return Update(
             update=counters.earlier_updates + counters.updates,
             epoch=counters.earlier_epochs + counters.epoch,
             loss=loss,
-            lr=rates[0],
-            lrs=rates,
+            lr=lrs[0],
+            lrs=lrs,
             grad_norm=norm,
             rows=window.all_rows,
             skipped=skipped,

@@ -93,7 +93,7 @@ class UpdateStrategy:
         run.tracker.begin(window)
         self.status = UpdateStatus()
         for one in run.optimizer_steps.all.steps:
-            one.norm = one.used_rates = None
+            one.norm = one.used_lrs = None
             if len(one.optimizer.param_groups) != one.groups:
                 run.take_groups()
         if run.snapshot is not None:

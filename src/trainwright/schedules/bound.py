@@ -1,4 +1,4 @@
-"""`Rates`: a schedule bound to an optimizer and a plan; it writes to the parameter groups before each update."""
+"""`BoundSchedule`: a schedule bound to an optimizer and a plan; it writes to the parameter groups before an update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Base = dict[str, Any]
 _NUMBERS = ("lr", "initial_lr", "momentum")
 
 
-class Rates:
+class BoundSchedule:
     """A schedule bound to one optimizer and one plan. Base class: every method but `apply` is a no-op by default."""
 
     monitor: str | None = None
@@ -53,22 +53,22 @@ class Rates:
         """Load a state; return a sentence for the user where settings differ from those saved. No-op here."""
 
 
-def bind_rates(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> dict[str, Rates]:
+def bind_schedules(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> dict[str, BoundSchedule]:
     """Bind a schedule, or one for each of several optimizers by name; an empty dict where there is none."""
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
     bound = {name: one.bind(optimizers[name], plan) for name, one in schedules.items() if one is not None}
-    for name, rates in bound.items():
-        if not isinstance(rates, Rates):
+    for name, one in bound.items():
+        if not isinstance(one, BoundSchedule):
             raise SettingError(
-                f"{type(schedules[name]).__name__}.bind(optimizer, plan) returned {type(rates).__name__}",
-                want="an object of a subclass of trainwright.schedules.Rates",
-                fix="class MyRates(Rates), with apply(self, updates)",
+                f"{type(schedules[name]).__name__}.bind(optimizer, plan) returned {type(one).__name__}",
+                want="an object of a subclass of trainwright.schedules.BoundSchedule",
+                fix="class MySchedule(BoundSchedule), with apply(self, updates)",
             )
     return bound
 
 
-class GroupRates(Rates):
-    """Rates that write to the parameter groups of an optimizer: the common part of tables and stepped schedulers."""
+class GroupSchedule(BoundSchedule):
+    """A schedule that writes to parameter groups: the common part of tables and stepped schedulers."""
 
     def __init__(self, text: str, optimizer: Optimizer, *, total: int | None = None) -> None:
         self._text, self._optimizer = text, optimizer
