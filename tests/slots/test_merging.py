@@ -117,7 +117,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
     if twice:
         tracker.merge(world)
     if not world.is_main:
-        return {"fed": meters.fed, "sums": tracker.state_dict()["sums"]}
+        return {"fed": meters.can_compute, "sums": tracker.state_dict()["sums"]}
     return tracker.means() | {f"{name}_error": error for name, error in meters.errors().items()}
 
 
@@ -238,7 +238,7 @@ def test_a_lone_process_gathers_nothing_and_keeps_what_it_has() -> None:
     meters = MetricSet({"hits": Whole(), "accuracy": accuracy})
     meters.update(*classes(7), 7)
     reduce_to_rank0(Silent(), [meters])
-    assert meters.fed
+    assert meters.can_compute
 
 
 def test_what_a_probe_returned_counts_once() -> None:

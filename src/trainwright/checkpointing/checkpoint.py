@@ -32,7 +32,7 @@ class Checkpoint:
     the system refuses a save (full disk, quota, input/output error), training continues with a warning and the next
     save tries again; with `on_save_error="raise"` the run ends. The save at the end must succeed, else `fit` raises.
     `checksum="sha256"` costs more than crc32 and detects every accident; neither protects against intent: checksums
-    are stored beside the files. `grace`: seconds that a signal waits for the end of the update in progress.
+    are stored next to the files. `grace`: seconds that a signal waits for the end of the update in progress.
 
     A slot of your own is a subclass whose `bind` returns a subclass of `CheckpointManager`.
     """

@@ -2,7 +2,7 @@
 
 The order of writes, and the reason why a power cut at any point leaves the old checkpoints or also the new one:
 
-1. All files are written into a hidden temporary directory beside the others: no reader takes it for a checkpoint.
+1. All files are written into a hidden temporary directory next to the others: no reader takes it for a checkpoint.
 2. Each file is flushed to the disk (fsync) as soon as it is written, so that a later rename cannot overtake its bytes.
 3. The manifest is written last, with size and checksum of each file: a directory with a manifest is complete.
 4. The temporary directory is flushed: the names of the files in it are then on the disk too.

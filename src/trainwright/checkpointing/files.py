@@ -48,7 +48,7 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
     fd = os.open(path, _WRITE, 0o600)
     try:
         with _hash(checksum, content_size(content)) as total:
-            file = _FileWriter(fd, total)
+            file = FileWriter(fd, total)
             if isinstance(content, bytes):
                 file.write(content)
             else:
@@ -180,7 +180,7 @@ class FileReader:
             raise CheckpointError(f"{self.label} is damaged: its checksum ({kind}) is {found} and should be {expected}")
 
 
-class _FileWriter:
+class FileWriter:
     """A file whose checksum is computed while it is written."""
 
     def __init__(self, fd: int, checksum: _Hash) -> None:
@@ -188,6 +188,7 @@ class _FileWriter:
         self._flushed = 0
 
     def write(self, data: bytes | memoryview) -> None:
+        """Write all of `data`."""
         view = memoryview(data)
         while view:
             n = os.write(self._fd, view[:_CHUNK])

@@ -179,8 +179,8 @@ def _find(
     path = Path(directory).expanduser()  # locked by this run, so that none is removed meanwhile
     found, defects = _newest(path, run, read=read)
     if found is None and defects:
-        anew = f'move the damaged ones away, or Checkpoint("{directory}-2", ...), to begin anew'
-        raise _none_complete(path, defects, fix=anew)
+        other = f'move the damaged ones away, or Checkpoint("{directory}-2", ...), to begin anew'
+        raise _none_complete(path, defects, fix=other)
     return found, defects
 
 
@@ -333,7 +333,7 @@ def _given_directory(resume: str | Path) -> Path:
 
 
 def _existing(path: str | Path, *, written: str = "{}") -> Path:
-    """Return a path of the user's, links resolved; CheckpointError lists the paths beside it.
+    """Return a path of the user's, links resolved; CheckpointError lists the paths next to it.
 
     `written`: the argument in which the user wrote it.
     """

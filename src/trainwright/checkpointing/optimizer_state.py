@@ -1,6 +1,6 @@
 """Optimizer state by parameter name: a resumed run may build its optimizer with the parameters in another order.
 
-torch stores the state by position. A checkpoint stores the name and the shape of each parameter beside it, and a
+torch stores the state by position. A checkpoint stores the name and the shape of each parameter too, and a
 resume moves state to the parameter of the same name in the same group. State of no single parameter, as that of LBFGS,
 needs the saved order.
 """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -23,17 +23,9 @@ NEVER_FRESH = {
     "data": "resume_data=False, for other data",
     **dict.fromkeys(("progress", "totals", "random"), _ANEW),
 }
-"""Parts that no resume starts anew, and the line to write instead."""
+"""Parts that no resume starts fresh, and the line to write instead."""
 _ALWAYS = frozenset({"model", "progress", "totals", "data", "state", "random"})
 """Parts of every run."""
-
-
-class CallbackPart:
-    """A part made of two functions, for state without an object of its own."""
-
-    def __init__(self, get: Callable[[], Tree], set_: Callable[[Tree], None]) -> None:
-        self.state_dict = get
-        self.load_state_dict = set_
 
 
 def gather(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
@@ -54,7 +46,7 @@ def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
 def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str] = ()) -> None:
     """Raise CheckpointError if a part is missing or not used, or if a module has other tensors.
 
-    `fresh`: parts that start anew already; the line to write names them too.
+    `fresh`: parts that start fresh already; the line to write names them too.
     """
     if parts.keys() != tree.keys():
         raise _other_parts(parts, tree, origin=origin, fresh=fresh)
@@ -66,7 +58,7 @@ def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: st
 def _other_parts(
     parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str]
 ) -> CheckpointError:
-    """Return the error for a checkpoint of other parts, with the line that starts those anew."""
+    """Return the error for a checkpoint of other parts, with the line that starts those fresh."""
     missing, unused = sorted(parts.keys() - tree.keys()), sorted(map(str, tree.keys() - parts.keys()))
     if lost := _ALWAYS.intersection(missing):
         return DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
@@ -81,7 +73,7 @@ def _other_parts(
 
 
 def fresh_line(names: Sequence[str]) -> str:
-    """Return the line that starts the parts of these names anew; empty if one of them cannot be."""
+    """Return the line that starts the parts of these names fresh; empty if one of them cannot be."""
     if not NEVER_FRESH.keys().isdisjoint(names):
         return ""
     quoted = ", ".join(f'"{name}"' for name in names)

@@ -10,12 +10,15 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trainwright.core.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from trainwright.checkpointing.files import FileReader, FileWriter
 
 MAX_HEADER = 100_000_000
 """Bytes of a header that any reader of the format accepts."""
@@ -50,34 +53,15 @@ DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, name in _NA
 TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
-class Writable(Protocol):
-    """A file to write to."""
-
-    def write(self, data: bytes | memoryview, /) -> object:
-        """Write all of `data`."""
-
-
-class Readable(Protocol):
-    """A file to read from, in order."""
-
-    label: str
-    """The name of the file in an error."""
-    size: int
-    """Bytes of the file."""
-
-    def readinto(self, target: memoryview, /) -> None:
-        """Fill `target`, or raise CheckpointError."""
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """Tensors of one file in the order of its header, and the text beside them; read from a file, on the CPU."""
+    """Tensors of one file in the order of its header, and text metadata; read from a file, on the CPU."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
 
-def write(target: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
+def write(target: FileWriter, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
     """Write `tensors` straight from their memory; one that is not contiguous is copied, one of a device by pieces.
 
     Raises CheckpointError for a dtype that the format does not have, naming the tensor.
@@ -103,7 +87,7 @@ def write(target: Writable, tensors: Mapping[str, Tensor], metadata: Mapping[str
 
 
 def read(
-    source: Readable, *, fill: bool = True, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
+    source: FileReader, *, fill: bool = True, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
 ) -> Contents:
     """Read a file into fresh memory; CheckpointError for every header that does not fit the file exactly.
 
@@ -126,7 +110,7 @@ def read(
     return Contents({name: tensors[name] for name in entries}, metadata)
 
 
-def read_header(source: Readable) -> tuple[dict[str, Any], int]:
+def read_header(source: FileReader) -> tuple[dict[str, Any], int]:
     """Return the header, and the bytes of data behind it; CheckpointError for a file of another format."""
     _require_little_endian()
     if source.size < 8:
@@ -159,7 +143,7 @@ class _Entry:
     offsets: tuple[int, int]
 
 
-def _entry(source: Readable, name: str, fields: Any) -> _Entry:
+def _entry(source: FileReader, name: str, fields: Any) -> _Entry:
     if type(fields) is not dict or fields.keys() != {"dtype", "shape", "data_offsets"}:
         raise _defect(source, f"tensor {name!r} has no dtype, shape and data_offsets")
     tag, shape, offsets = fields["dtype"], fields["shape"], fields["data_offsets"]
@@ -177,7 +161,7 @@ def _are_sizes(value: Any) -> bool:
     return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
 
 
-def _tensor(source: Readable, name: str, entry: _Entry, *, fill: bool) -> Tensor:
+def _tensor(source: FileReader, name: str, entry: _Entry, *, fill: bool) -> Tensor:
     try:
         tensor = torch.empty(entry.shape, dtype=entry.dtype)
     except RuntimeError as error:
@@ -218,5 +202,5 @@ def _unknown(name: str, tensor: Tensor) -> CheckpointError:
     return CheckpointError(f"tensor {name!r} cannot be stored: {why}", want=f"a dtype of {', '.join(DTYPES)}")
 
 
-def _defect(source: Readable, what: str) -> CheckpointError:
+def _defect(source: FileReader, what: str) -> CheckpointError:
     return CheckpointError(f"{source.label} is no complete safetensors file: {what}")

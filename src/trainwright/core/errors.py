@@ -15,7 +15,7 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class TrainwrightError(Exception):
-    """Any error that this library raises on purpose, beside ``ValueError`` and ``TypeError`` for arguments.
+    """Any error that this library raises on purpose, in addition to ``ValueError`` and ``TypeError`` for arguments.
 
     `raise SettingError("clip=-1", want="a number above 0", fix="clip=1.0")` is how a setting is refused: `have`,
     `want` and `fix` each add a line below the first, and so does the user's line that led here (`where`, by default
@@ -37,7 +37,11 @@ class TrainwrightError(Exception):
 
 
 class SettingError(TrainwrightError, ValueError):
-    """A setting, or two settings together, that cannot work; raised before the first update."""
+    """A setting, or two settings together, that cannot work.
+
+    Raised when it is given or before the first update; during training only where user code causes it there, as by a
+    value of a parameter group that is set by hand under a schedule, or by a name that is logged twice.
+    """
 
 
 class DataError(TrainwrightError, ValueError):

@@ -313,7 +313,7 @@ ATTRIBUTES = frozenset({"fast_path", "history", "result", "world"})
 def refuse_near_names(
     cls: type, known: Collection[str], *, base: type | None = None, cutoff: float = 0.85, prefix: str = ""
 ) -> None:
-    """Raise TypeError where a method defined in `cls`, or in a mixin beside `base`, nearly has a `known` name.
+    """Raise TypeError where a method defined in `cls`, or in a mixin next to `base`, nearly has a `known` name.
 
     So it is for one that `base` takes as an argument of this name, which would hide it. With a `prefix` every method
     that starts with it must be known.

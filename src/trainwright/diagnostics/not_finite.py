@@ -160,7 +160,7 @@ class _ModuleSearch:
         try:
             with self._aside():
                 return self._searched()
-        except Exception as error:  # code of the user's own, which may count its calls: the error that is told stays
+        except Exception as error:  # code of the user's own, which may count its calls: the reported error stays
             return NonFiniteOrigin((f"a second forward, to find the module, failed with {type(error).__name__}",))
 
     def _searched(self) -> NonFiniteOrigin:

@@ -1,4 +1,7 @@
-"""How good is the model on data, and what does it predict? Passes that leave no trace: evaluate, predict, report.
+"""How good is the model on data, and what does it predict? Passes without side effects: evaluate, predict, report.
+
+`Trainer.evaluate` calls `evaluate`, which makes the metrics of the pass and a `LossTracker`, enters `side_effect_free`,
+and runs the step on each batch; `LossTracker.merge` adds the ranks up, and rank 0's numbers are broadcast.
 
 Files in reading order:
 

@@ -113,7 +113,7 @@ def side_effect_free(
 
 @contextmanager
 def probe_context(owner: Owner, source: Source) -> Iterator[None]:
-    """Enter what a probe runs in: no trace, as in an evaluation, and the autocast of the precision."""
+    """Enter the context of a probe: free of side effects, as an evaluation, and the autocast of the precision."""
     with side_effect_free(owner, source, shows_gradients=True), autocast(owner):
         yield
 

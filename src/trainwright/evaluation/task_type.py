@@ -161,5 +161,5 @@ def _adds_up_to_one(target: Tensor) -> bool:
 
 def _ignored(loss: Any) -> int:
     """Return the `ignore_index` of a loss, torch's default where it has none."""
-    said = loss.keywords.get("ignore_index") if isinstance(loss, partial) else getattr(loss, "ignore_index", None)
-    return said if isinstance(said, int) else IGNORED
+    index = loss.keywords.get("ignore_index") if isinstance(loss, partial) else getattr(loss, "ignore_index", None)
+    return index if isinstance(index, int) else IGNORED

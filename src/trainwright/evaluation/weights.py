@@ -25,7 +25,7 @@ _NO_CONTEXT = nullcontext()
 
 
 class EvaluationWeights:
-    """The evaluation weights of one `fit`: here the trained ones, so that every method is a no-op.
+    """The evaluation weights of one `fit`: the trained ones. `AverageWeights` and `OptimizerWeights` have two sets.
 
     Inside `evaluated()` the model holds the evaluation weights. `install` leaves them in the model when the run ends,
     and `restore` copies the trained weights back for a next `fit`.
@@ -89,7 +89,7 @@ class AverageWeights(EvaluationWeights):
         self._model, self._average, self._forward = model, average, forward
         self.average = average
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        """Buffers, each with its value beside the trained weights; set by `install`."""
+        """Buffers, each with the value that it has with the trained weights; set by `install`."""
 
     @property
     def name(self) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.checkpointing.parts import CallbackPart, gather
+from trainwright.checkpointing.parts import gather
 from trainwright.core.device import devices_of, move
 from trainwright.core.records import Saved
 from trainwright.core.trees import NamedParts
@@ -118,7 +118,7 @@ def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
         "progress": RunProgress(run),
         "totals": run.tracker,
         "data": run.source,
-        "state": CallbackPart(lambda: owner.state, lambda tree: _load_state(owner, tree)),
+        "state": _UserState(owner),
         "random": run.random,
     }
     return {name: part for name, part in named.items() if part is not None}
@@ -166,8 +166,19 @@ class RunProgress:
         record.outcome.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 
-def _load_state(owner: Owner, tree: Mapping[str, Any]) -> None:
-    """Fill the user's state dict, on the device of the run; with several devices each tensor stays where it lay."""
-    owner.state.clear()
-    if tree:
-        owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))
+class _UserState:
+    """Part `state`: the dict `trainer.state` of the user."""
+
+    def __init__(self, owner: Owner) -> None:
+        self._owner = owner
+
+    def state_dict(self) -> dict[str, Any]:
+        """The dict itself."""
+        return self._owner.state
+
+    def load_state_dict(self, tree: Mapping[str, Any]) -> None:
+        """Fill the dict, on the device of the run; with several devices each tensor stays where it was."""
+        owner = self._owner
+        owner.state.clear()
+        if tree:
+            owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))

@@ -1,5 +1,9 @@
 """Which numbers describe outputs and targets? Metrics as exact sums and counts, and how they cross the ranks.
 
+A pass has one `MetricSet`: `update` with each batch gives every `PassMetric` output and target, `compute` reads them
+once at the end. Another metric is a function or an object that is given to the Trainer; another *kind* of metric is a
+subclass of `PassMetric` in `kinds.py`, and a line in `MetricSet.__init__`.
+
 Files in reading order:
 
 - `metrics.py`: the metrics that a user names: `accuracy`, `top_k`, `over_all` for a function of all rows, `Derived`

@@ -45,8 +45,8 @@ class PassMetric:
         """Add the `state_dict` of another rank's metric of the same name."""
         raise NotImplementedError
 
-    def state_dict(self, *, fed: bool) -> Any:
-        """Return copies of the sums; `fed`: whether there were rows."""
+    def state_dict(self, *, has_rows: bool) -> Any:
+        """Return copies of the sums; `has_rows`: whether there were any."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Any) -> None:
@@ -54,7 +54,7 @@ class PassMetric:
         raise NotImplementedError
 
     def check_mergeable(self) -> None:
-        """Refuse a state that cannot be merged over the ranks. No-op but for objects."""
+        """Refuse a state that cannot be merged over the ranks; only that of an object can be such."""
 
     def full_name(self, key: str) -> str:
         """Return the name of a number: that of the metric, with the key where the metric returns a dict."""
@@ -102,7 +102,7 @@ class FunctionMetric(PassMetric):
             other.load_state_dict(saved)
             self._totals.setdefault(key, self._total(key)).merge(other)
 
-    def state_dict(self, *, fed: bool) -> dict[str, list[Tensor]]:
+    def state_dict(self, *, has_rows: bool) -> dict[str, list[Tensor]]:
         """Return the state of each total, by key."""
         return {key: total.state_dict() for key, total in self._totals.items()}
 
@@ -184,7 +184,7 @@ class AllRows(PassMetric):
         """Add the rows of the next rank, which has run its slice of each batch."""
         self._ranks.append(state)
 
-    def state_dict(self, *, fed: bool) -> list[tuple[Tensor, Tensor]]:
+    def state_dict(self, *, has_rows: bool) -> list[tuple[Tensor, Tensor]]:
         """Return the rows of this rank."""
         return list(self._own)
 

@@ -86,7 +86,7 @@ class MetricSet:
         """Whether any metric reads outputs and targets."""
 
     @property
-    def fed(self) -> bool:
+    def can_compute(self) -> bool:
         """Whether there is something to compute: rows since the last `reset`, or no metric that reads rows."""
         return self._rows > 0 or not self.reads_output
 
@@ -103,7 +103,7 @@ class MetricSet:
         if not rows or not self.reads_output:
             return
         if output is None or target is None:
-            raise self.unfed(f"the step gave no {'output' if output is None else 'target'}")
+            raise self.missing_output(f"the step gave no {'output' if output is None else 'target'}")
         if torch.is_grad_enabled():  # in training alone: the check costs less than the context
             with torch.no_grad():
                 self.update(output, target, rows)
@@ -114,8 +114,10 @@ class MetricSet:
         for metric in self._metrics:
             metric.update(output, target, rows)
 
-    def unfed(self, why: str, *, fix: str = "return StepOutput(loss, output, target) from the step") -> SettingError:
-        """Build the error for metrics that read an output and a target, and get none."""
+    def missing_output(
+        self, why: str, *, fix: str = "return StepOutput(loss, output, target) from the step"
+    ) -> SettingError:
+        """Build the error for metrics that read outputs and targets, and get none."""
         several, names = len(self.names) > 1, ", ".join(map(repr, self.names))
         what = f"metrics {names} are never fed: {why}" if several else f"metric {names} is never fed: {why}"
         want = f"the output and target that the metric{'s read' if several else ' reads'}"
@@ -165,8 +167,8 @@ class MetricSet:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the sums; of an object without a `state_dict` its attributes."""
-        fed = self._rows > 0
-        return {"rows": self._rows, "metrics": {one.name: one.state_dict(fed=fed) for one in self._metrics}}
+        has_rows = self._rows > 0
+        return {"rows": self._rows, "metrics": {one.name: one.state_dict(has_rows=has_rows) for one in self._metrics}}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Load saved sums of the same metrics."""

@@ -52,19 +52,21 @@ class ObjectMetric(PassMetric):
         else:
             own.merge_state([other])
 
-    def state_dict(self, *, fed: bool) -> Any:
+    def state_dict(self, *, has_rows: bool) -> Any:
         """Return the object's state, copied: its attributes where it has no state dict; None without rows.
 
         CheckpointError where it has neither.
         """
         if _has_state_dict(self.metric):
-            if not fed:
+            if not has_rows:
                 return None
             if callable(getattr(self.metric, "persistent", None)):
                 self.metric.persistent(True)  # torchmetrics leaves its sums out of a state dict by default
             return copy.deepcopy(self.metric.state_dict())
         if hasattr(self.metric, "__dict__"):
-            return copy.deepcopy(vars(self.metric))  # also before it is fed: an attribute that cannot be copied shows
+            return copy.deepcopy(
+                vars(self.metric)
+            )  # also before the first rows: an attribute that cannot be copied shows
         kind = type(self.metric).__name__
         what = f"metric {self.name!r} cannot be saved: {kind} has neither attributes nor a state_dict"
         raise CheckpointError(what, fix="give it state_dict() and load_state_dict(tree)")
@@ -87,7 +89,7 @@ class ObjectMetric(PassMetric):
             if flaw := _flaw(metric):
                 raise _unmergeable(f"{what}{kind} {flaw}, which cannot be merged exactly over ranks", metric)
         try:
-            packed(self.state_dict(fed=False))
+            packed(self.state_dict(has_rows=False))
         except (pickle.PicklingError, TypeError, AttributeError, CheckpointError) as error:
             fix = "give it state_dict() and load_state_dict(tree), of plain data and tensors"
             what += f"{kind} cannot be sent to another rank: {str(error).splitlines()[0]}"

@@ -77,7 +77,7 @@ class SWA(WeightAveraging):
     """Stochastic weight averaging: the plain mean of the weights at every `every`, from `start` on (arXiv 1803.05407).
 
     `start`: a duration, or a fraction of the run; the weights there are the first of the mean. `every`: Epochs(n), at
-    the ends of epochs n, 2n, ..., or Updates(n), after updates n, 2n, ... BatchNorm statistics are estimated anew for
+    the ends of epochs n, 2n, ..., or Updates(n), after updates n, 2n, ... BatchNorm statistics are estimated again for
     the averaged weights, as torch's `update_bn` does, whenever they are evaluated.
     """
 
@@ -192,7 +192,7 @@ class AveragedWeights:
         self.taken += 1
 
     def epoch_ended(self, updates: int, epochs: int) -> None:
-        """Take an average if one is due after `epochs` finished epochs. Called after each epoch. No-op here."""
+        """Take an average if one is due after `epochs` finished epochs. Called after each epoch; SWA takes one then."""
 
     @contextmanager
     def swapped(self, forward: Forward | None = None) -> Iterator[None]:
@@ -386,7 +386,7 @@ class SWAWeights(AveragedWeights):
         return bool(estimable(self._model, _in_eval(self._model)))
 
     def attach(self, model: nn.Module) -> None:
-        """Average the parameters that the model has now; statistics are estimated anew where any is another."""
+        """Average the parameters that the model has now; statistics are estimated again where any is another."""
         before = self._signature
         super().attach(model)
         if self._signature != before or set(self._statistics or ()) != set(self._live_statistics()):

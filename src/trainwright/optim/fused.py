@@ -64,7 +64,7 @@ class DirectStep:
                 if lrs is not None:
                     settings["lr"] = lrs[index]
                 if steps and steps[0].is_cpu:
-                    torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number anew for each of them
+                    torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number again for each of them
                 elif steps:
                     torch._foreach_add_(steps, 1)
                 kernel(*tensors, **settings, grad_scale=scale, found_inf=found_inf)

@@ -150,10 +150,14 @@ def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
 
     None is added if the partial sets `fused`, `foreach` or `differentiable` itself, or if gradients are sparse.
     """
-    target, said = (optimizer.func, optimizer.keywords) if isinstance(optimizer, partial) else (optimizer, {})
-    silent = not {"fused", "foreach", "differentiable"} & set(said) and not getattr(optimizer, "args", ())
-    known = target.__module__.startswith("torch.optim.") and "fused" in inspect.signature(target).parameters
-    return {"fused": True} if silent and known and _is_served(target, model) else {}
+    target = optimizer
+    if isinstance(optimizer, partial):
+        if optimizer.args or not {"fused", "foreach", "differentiable"}.isdisjoint(optimizer.keywords):
+            return {}
+        target = optimizer.func
+    if not target.__module__.startswith("torch.optim.") or "fused" not in inspect.signature(target).parameters:
+        return {}
+    return {"fused": True} if _supports_fused_for(target, model) else {}
 
 
 def could_be_fused(optimizer: Optimizer) -> bool:
@@ -164,19 +168,28 @@ def could_be_fused(optimizer: Optimizer) -> bool:
         group.get("fused", False) is None and group.get("foreach", False) is None and not group.get("differentiable")
         for group in groups
     )
-    return open_ and target.__module__.startswith("torch.optim.") and serves(target, parameters)
+    return open_ and target.__module__.startswith("torch.optim.") and supports_fused(target, parameters)
 
 
-def serves(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
+def supports_fused(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether the fused kernels of this torch class support all of these parameters.
 
-    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13.
+    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13. False for a
+    torch that does not list the devices of its fused kernels.
     """
     listed = list(parameters)
-    if target is torch.optim.SGD and dtype_broken_in_sgd(listed) is not None:
+    if not listed or (target is torch.optim.SGD and dtype_broken_in_sgd(listed) is not None):
         return False
-    elsewhere = target is torch.optim.Adagrad and any(p.device.type != "cpu" for p in listed)
-    return bool(listed) and not elsewhere and has_fused(listed)
+    devices = set(devices_with_fused_kernels())
+    if target is torch.optim.Adagrad:
+        devices &= {"cpu"}
+    return all(not is_lazy(p) and p.is_floating_point() and p.device.type in devices for p in listed)
+
+
+def _supports_fused_for(target: Any, model: nn.Module) -> bool:
+    """Return whether the fused kernels of this torch class support a model, all of whose gradients are dense."""
+    is_dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
+    return is_dense and supports_fused(target, model.parameters())
 
 
 class OptimizerFactory:
@@ -214,7 +227,7 @@ class TorchFactory(OptimizerFactory):
     def __call__(self, model: nn.Module) -> Any:
         """Group the model's parameters, and make the optimizer."""
         groups = self.groups.of(model)
-        fused = _is_served(self.kind, model) if self.fused == "auto" else self.fused
+        fused = _supports_fused_for(self.kind, model) if self.fused == "auto" else self.fused
         return self.kind(groups, lr=self.groups.lr, **self.settings, fused=fused)
 
 
@@ -297,7 +310,7 @@ class MuonFactory(OptimizerFactory):
         """Group the model's parameters, and make the optimizer."""
         groups, hidden = self.groups.of(model), self._hidden(model)
         rest = [p for p in model.parameters() if p not in hidden]
-        fused = serves(AdamW, rest) if self.fused == "auto" else self.fused
+        fused = supports_fused(AdamW, rest) if self.fused == "auto" else self.fused
         return MuonAdamW([part for group in groups for part in self._split(group, hidden, fused)], lr=self.groups.lr)
 
     def _split(self, group: Group, hidden: set[nn.Parameter], fused: bool) -> Iterator[Group]:
@@ -347,11 +360,6 @@ def _kind(by: str) -> Any:
     return kind
 
 
-def _is_served(kind: Any, model: nn.Module) -> bool:
-    """Return whether the fused kernels of this torch class support a model, all of whose gradients are dense."""
-    return serves(kind, model.parameters()) and not any(getattr(m, "sparse", False) is True for m in model.modules())
-
-
 def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
     """Return two numbers from 0 to below 1, as floats: torch accepts no integers here."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
@@ -364,9 +372,3 @@ def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
 def check_fused(owner: str, fused: Any) -> None:
     """Refuse values other than "auto" and bools."""
     check_choice(fused, owner, "fused", choices=("auto", True, False))
-
-
-def has_fused(parameters: Iterable[torch.Tensor]) -> bool:
-    """Return whether torch's fused kernels support all of these; False for a torch that does not list its devices."""
-    devices = devices_with_fused_kernels()
-    return all(not is_lazy(p) and p.is_floating_point() and p.device.type in devices for p in parameters)

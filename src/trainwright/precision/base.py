@@ -21,10 +21,10 @@ class Precision:
         return type(self).__name__
 
     def prepare_model(self, model: nn.Module) -> None:
-        """Change the model in place, on its device, before optimizers are made of its parameters. No-op here."""
+        """Change the model in place, on its device, before optimizers are made of its parameters."""
 
     def switches(self) -> AbstractContextManager[Any]:
-        """Return a context in which the process-wide settings of this precision are set. No-op here."""
+        """Return a context in which the process-wide settings of this precision are set: TF32 of `MixedPrecision`."""
         return nullcontext()
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
@@ -36,7 +36,7 @@ class Precision:
         return None
 
     def after_update(self) -> None:
-        """Run after each applied update, before the user's `after_update`. No-op here."""
+        """Run after each applied update, before the user's `after_update`; only where a subclass overrides it."""
 
     @property
     def follows_updates(self) -> bool:
@@ -57,7 +57,7 @@ class LossScale:
         return 1.0 / self.scale
 
     def adapt(self, overflowed: Any) -> None:
-        """Adapt the scale, once per update; `overflowed`: whether a gradient was not finite. No-op here."""
+        """Adapt the scale, once per update; `overflowed`: whether a gradient was not finite. A constant scale stays."""
 
     @property
     def at_floor(self) -> Any:
@@ -69,4 +69,4 @@ class LossScale:
         return {}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load what `state_dict` returned. No-op here."""
+        """Load what `state_dict` returned."""

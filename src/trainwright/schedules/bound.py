@@ -22,7 +22,11 @@ _NUMBERS = ("lr", "initial_lr", "momentum")
 
 
 class BoundSchedule:
-    """A schedule bound to one optimizer and one plan. Base class: every method but `apply` is a no-op by default."""
+    """A schedule bound to one optimizer and one plan.
+
+    A subclass has `apply`, and overrides of the others what it needs: `TableSchedule` (torch's schedulers) and
+    `SteppedSchedule` (Plateau, TorchSchedule) do.
+    """
 
     monitor: str | None = None
     """The number of a validation that `observe` reads; None where it reads none."""
@@ -34,23 +38,23 @@ class BoundSchedule:
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Called after each validation, or after each epoch without one. No-op here."""
+        """Called after each validation, or after each epoch without one; for schedules by validations."""
 
     def epoch_ended(self) -> None:
-        """Called after each epoch. No-op here."""
+        """Called after each epoch; for schedules that are stepped by epochs."""
 
     def replan(self, plan: Plan) -> None:
-        """Follow another plan of the same run: epochs had other lengths. No-op here."""
+        """Follow another plan of the same run: epochs had other lengths. For schedules with tables."""
 
     def restore_groups(self) -> None:
-        """Give the parameter groups the values that they had before the schedule. No-op here."""
+        """Give the parameter groups the values that they had before the schedule, for the next `fit`."""
 
     def state_dict(self) -> Tree:
         """The state as plain data: nothing here."""
         return {}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Load a state; return a sentence for the user where settings differ from those saved. No-op here."""
+        """Load a state; return a sentence for the user where settings differ from those saved."""
 
 
 def bind_schedules(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> dict[str, BoundSchedule]:

@@ -82,7 +82,7 @@ class TorchSchedule(BuiltinSchedule):
 
     It is stepped once per applied update, per epoch or per validation, and `total` is how often that is in the run.
     With `monitor`, each validation gives it the number of that name. The optimizer that the factory gets has the
-    groups of the real one (their settings, not their parameters). A resume builds the scheduler anew and steps it as
+    groups of the real one (their settings, not their parameters). A resume builds the scheduler again and steps it as
     often. Under fp16 the unit "update" costs one read from the device per update; other schedules do not.
     """
 
@@ -186,7 +186,7 @@ class SteppedSchedule(GroupSchedule):
         """Step a new scheduler as the saved one was; return a sentence where settings or total are others than its.
 
         A schedule by validations continues from the saved rates, whatever its settings were. Where monitor or mode are
-        others, the numbers seen so far are no guide, and it begins to compare anew.
+        others, the numbers seen so far are no guide, and it begins to compare again.
         """
         words, name = is_none_or(is_text), type(self._scheduler).__name__
         news = self._load(tree, monitor=words, mode=words, seen=_are_seen, scheduler=is_text, groups=are_settings)

@@ -1,8 +1,8 @@
 """A schedule as one table for each parameter group: the rate of every update, grown on demand by torch's own scheduler.
 
 The table of a group is filled by torch's scheduler on a `BareOptimizer` that has this group alone, so each rate has
-the bits that torch gives it. `TableSchedule.apply(updates)` looks up the row of the clock of applied updates. Nothing
-depends on how long the run is: rows are added as they are needed. Another plan of the run is another table.
+the bits that torch gives it. `TableSchedule.apply(updates)` looks up the entry of the clock of applied updates. Nothing
+depends on how long the run is: entries are added as they are needed. Another plan of the run is another table.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainwright.protocols import Tree
 
 BLOCK = 256
-"""Rows that are added at a time, over all tables together."""
+"""Entries that are added at a time, over all tables together."""
 
 _READ = ("lr", "initial_lr", "momentum", "betas")
 """The settings of a group that torch's schedulers read."""
@@ -81,7 +81,7 @@ class TableSchedule(GroupSchedule):
     _tables: list[LRTable]
     """The table of each group; groups with the same settings share one."""
     _columns: list[_Column]
-    _rows: int
+    _length: int
     """How many updates all tables hold the rates of."""
 
     def __init__(self, spec_in: Callable[[Plan], TableSpec], optimizer: Optimizer, plan: Plan, *, text: str) -> None:
@@ -94,12 +94,12 @@ class TableSchedule(GroupSchedule):
     def apply(self, updates: int) -> None:
         """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
         groups = self._optimizer.param_groups
-        row = updates
-        if not 0 <= updates < self._rows or len(groups) != len(self._tables):
-            row = self._reach(updates)
+        index = updates
+        if not 0 <= updates < self._length or len(groups) != len(self._tables):
+            index = self._reach(updates)
         for scheduled, key, values, later_betas in self._columns:
             group, written = groups[scheduled.index], scheduled.written
-            value = values[row] if later_betas is None else (values[row], *later_betas)
+            value = values[index] if later_betas is None else (values[index], *later_betas)
             # The object that was written last is still there: nobody else has written since. `write` decides on any
             # other, and on tensors, which stay the same object when they are written to.
             if group[key] is written.get(key):
@@ -109,8 +109,8 @@ class TableSchedule(GroupSchedule):
 
     def at(self, updates: int) -> list[float]:
         """The rate of each group in the update that follows `updates` applied ones; nothing is set."""
-        row = self._reach(updates)
-        return [table.values["lr"][row] for table in self._tables]
+        index = self._reach(updates)
+        return [table.values["lr"][index] for table in self._tables]
 
     @property
     def cycles(self) -> bool:
@@ -135,24 +135,24 @@ class TableSchedule(GroupSchedule):
         return news
 
     def _make_tables(self) -> None:
-        self._tables, self._columns, self._rows = [], [], 0
+        self._tables, self._columns, self._length = [], [], 0
         self._reach(0)
 
     def _reach(self, updates: int) -> int:
-        """Return the row of an update, after adding the tables and the rows that are missing."""
+        """Return the index of an update, after adding the tables and the entries that are missing."""
         if updates < 0:
             raise SettingError(f"apply({updates})", want="the number of updates applied so far")
         self._add_groups()
         for scheduled in self._groups[len(self._tables) :]:
             self._add_table(scheduled)
         last = self._total - 1 if self._spec.ends and self._total is not None else math.inf
-        row = int(min(updates, last))
-        if row >= self._rows:
-            rows = int(min(row + max(8, BLOCK // len(self._tables)), last)) + 1
+        index = int(min(updates, last))
+        if index >= self._length:
+            length = int(min(index + max(8, BLOCK // len(self._tables)), last)) + 1
             for table in self._tables:
-                table.grow(rows)
-            self._rows = rows
-        return row
+                table.grow(length)
+            self._length = length
+        return index
 
     def _add_table(self, scheduled: ScheduledGroup) -> None:
         if self._spec.lists and self._spec.lists != {len(self._groups)}:
@@ -164,7 +164,7 @@ class TableSchedule(GroupSchedule):
         base = {key: scheduled.base[key] for key in _READ if key in scheduled.base}
         alike = [] if self._spec.lists else [table for table in self._tables if table.base == base]
         table = alike[0] if alike else LRTable(self._spec, base, scheduled.index, text=self._text)
-        table.grow(self._rows)
+        table.grow(self._length)
         self._tables.append(table)
         scheduled.keys.update(table.values)
         for key, values in table.values.items():
@@ -193,18 +193,20 @@ class LRTable:
         self._steps = count(1) if spec.steps is None else chain(range(1, spec.warmup + 1), spec.steps())
         self._next_step = next(self._steps)
 
-    def grow(self, rows: int) -> None:
-        """Step torch's scheduler until there are `rows` rows."""
+    def grow(self, length: int) -> None:
+        """Step torch's scheduler until there are `length` entries."""
         rates = self.values["lr"]
-        while len(rates) < rows:
-            row = len(rates)
-            while self._next_step <= row:  # two epochs end at one update where all updates of the second were skipped
+        while len(rates) < length:
+            update = len(rates)
+            while (
+                self._next_step <= update
+            ):  # two epochs end at one update where all updates of the second were skipped
                 self._scheduler.step()
                 self._next_step = next(self._steps)
             if not math.isfinite(self._group["lr"]):
                 rate = float(self._group["lr"])
-                raise SettingError(f"{self._text}: the rate of group {self._index} at update={row} is {rate}")
-            held = min(self._next_step, rows) - row
+                raise SettingError(f"{self._text}: the rate of group {self._index} at update={update} is {rate}")
+            held = min(self._next_step, length) - update
             for key, values in self.values.items():
                 value = self._group[key][0] if key == "betas" else self._group[key]
                 values.extend(array("d", [value]) * held)

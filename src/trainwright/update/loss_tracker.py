@@ -200,9 +200,9 @@ class LossTracker(RunningMeans):
 
     def check_fed(self, returned: Any) -> None:
         """Refuse the return of a step that holds no output, where metrics read outputs."""
-        fed = type(returned) is StepOutput and returned.output is not None
-        if not fed and self.metrics is not None and self.metrics.reads_output:
-            raise self.metrics.unfed(f"the step returned {type(returned).__name__}")
+        has_output = type(returned) is StepOutput and returned.output is not None
+        if not has_output and self.metrics is not None and self.metrics.reads_output:
+            raise self.metrics.missing_output(f"the step returned {type(returned).__name__}")
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
         """Record a number of the user's own; `count` defaults to that of the current batch."""

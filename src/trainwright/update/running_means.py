@@ -150,11 +150,11 @@ class RunningMeans:
         self.read()
         means = self._epoch.means()
         numbers = {prefix + name: value for name, value in means.items()}
-        if self.metrics is not None and (self.metrics.fed or self.window is None):
+        if self.metrics is not None and (self.metrics.can_compute or self.window is None):
             numbers |= self.metrics.compute(prefix, means)
         elif self.must_feed and self.metrics is not None:
             fix = "self.minimize(StepOutput(loss, output, target)), or self.compute_gradients(window)"
-            raise self.metrics.unfed("no update gave an output and a target", fix=fix)
+            raise self.metrics.missing_output("no update gave an output and a target", fix=fix)
         return numbers
 
     def restore_sums(self, tree: dict[str, Any]) -> None:
