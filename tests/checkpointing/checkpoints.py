@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
 from torch import nn
 
 from trainwright.checkpointing import format as formats
+from trainwright.checkpointing.commit import RunDirectory
 from trainwright.checkpointing.load import load_checkpoint
 
 NAN, INF = float("nan"), float("inf")
@@ -20,6 +22,17 @@ class Tied(nn.Module):
         self.norm = nn.BatchNorm1d(4)
         self.head = nn.Linear(4, 5)
         self.head.weight = self.embed.weight
+
+
+@contextmanager
+def lock(path):
+    """Lock a directory as a run does, inside."""
+    root = RunDirectory(path, given=str(path))
+    root.acquire()
+    try:
+        yield
+    finally:
+        root.release()
 
 
 def tree_of(model, update=0):

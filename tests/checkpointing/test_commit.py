@@ -8,10 +8,11 @@ import zlib
 from pathlib import Path
 
 import pytest
+from checkpoints import lock
 
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing import files
-from trainwright.checkpointing.commit import commit, lock, make_directory, remove
+from trainwright.checkpointing.commit import commit, make_directory, remove
 from trainwright.checkpointing.format import list_checkpoints, read_manifest, update_name, verify
 from trainwright.core.errors import CheckpointError
 

@@ -12,7 +12,7 @@ from functools import partial
 
 import pytest
 import torch
-from checkpoints import flip, tree_of, updates
+from checkpoints import flip, lock, tree_of, updates
 from torch import nn
 
 from trainwright.checkpointing import commit as commits
@@ -181,7 +181,7 @@ def test_a_rank_that_sees_another_directory_is_named_with_the_fix(tmp_path):
     assert first == second and first[2]
     assert "rank 1 on " in first[1] and "rank 0 on" not in first[1].partition("cannot see")[0]
     assert "a directory that all ranks share" in first[1]
-    with commits.lock(tmp_path / "run"):
+    with lock(tmp_path / "run"):
         pass  # it was let go of
     assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 

@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from checkpoints import lock
 
 from trainwright.checkpointing import commit as commits
-from trainwright.checkpointing.commit import commit, lock, make_directory, remove
+from trainwright.checkpointing.commit import commit, make_directory, remove
 from trainwright.checkpointing.format import list_checkpoints, read_manifest, update_name, verify
 from trainwright.checkpointing.tensorfile import Contents
 from trainwright.checkpointing.weights import save_weights

@@ -19,8 +19,8 @@ import os
 import re
 import shutil
 import socket
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from warnings import warn
@@ -100,19 +100,29 @@ def temporary_name(update: int, *, pid: int, token: str) -> str:
 
 
 class RunDirectory:
-    """The directory of one run's checkpoints, locked for this process from `acquire` to `release`."""
+    """The directory of one run's checkpoints, locked for this process from `acquire` to `release`.
+
+    The lock is a `flock` on the file `.lock`: it ends with the process, whatever ends it.
+    """
 
     def __init__(self, path: Path, *, given: str) -> None:
         self.path = path
         self._given = given
         """The path as the user wrote it; for messages."""
-        self._lock = ExitStack()
+        self._lock: int | None = None
+        """The descriptor of the locked file."""
         self._identity: tuple[int, int] | None = None
 
     def acquire(self) -> None:
-        """Make the directory if missing, check that it is writable, lock it, and clean up after killed writers."""
+        """Make the directory if missing, check that it is writable, lock it, and clean up after killed writers.
+
+        CheckpointError if another process has locked it.
+        """
         make_directory(self.path)
-        self._lock.enter_context(lock(self.path))
+        if fcntl is None:
+            warn(f"this system has no flock: two runs that write to {self.path} at once are not noticed", stacklevel=3)
+        else:
+            self._lock_file()
         self._identity = self._current_identity()
 
     @property
@@ -134,7 +144,13 @@ class RunDirectory:
     def release(self) -> None:
         """Unlock the directory."""
         self._identity = (0, 0)
-        self._lock.close()
+        locked, self._lock = self._lock, None
+        if locked is not None and locked in _locked:  # a forked child has closed it already
+            _locked.discard(locked)
+            # Not left to `close`: a process that was forked just now may not have closed its copy yet.
+            with suppress(OSError):
+                fcntl.flock(locked, fcntl.LOCK_UN)
+            os.close(locked)
 
     def read_manifest(self, path: Path, run: str, *, tolerant: bool = False) -> dict[str, Any] | None:
         """Return the manifest of a checkpoint of this run; CheckpointError if it is of another run.
@@ -150,6 +166,19 @@ class RunDirectory:
         if manifest["run"] != run:
             raise self._of_another_run(f"{path.name} of run {manifest['run']}; this is run {run}")
         return manifest
+
+    def _lock_file(self) -> None:
+        try:
+            self._lock = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_FOLLOW, 0o600)
+        except OSError as error:
+            raise CheckpointError(f"{self.path} cannot be locked", have=str(error)) from error
+        _locked.add(self._lock)
+        try:
+            if _flock(self._lock, self.path):
+                _clean(self.path)
+        except BaseException:
+            self.release()
+            raise
 
     def _of_another_run(self, have: str) -> CheckpointError:
         fix = f'fit(..., resume="auto") to continue it, or Checkpoint("{self._given}-2", ...)'
@@ -182,31 +211,6 @@ def _make_durably(path: Path) -> None:
     for one in reversed(missing):
         one.mkdir(mode=0o700 if one == path else 0o777, exist_ok=True)
         sync_directory(one.parent)
-
-
-@contextmanager
-def lock(directory: Path) -> Iterator[None]:
-    """Lock a directory for this process and clean up after killed writers; CheckpointError if another has locked it."""
-    if fcntl is None:
-        warn(f"this system has no flock: two runs that write to {directory} at once are not noticed", stacklevel=3)
-        yield
-        return
-    try:
-        fd = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | NO_FOLLOW, 0o600)
-    except OSError as error:
-        raise CheckpointError(f"{directory} cannot be locked", have=str(error)) from error
-    _locked.add(fd)
-    try:
-        if _flock(fd, directory):
-            _clean(directory)
-        yield
-    finally:
-        if fd in _locked:  # not closed by a fork
-            _locked.discard(fd)
-            # Not left to `close`: a process that was forked just now may not have closed its copy yet.
-            with suppress(OSError):
-                fcntl.flock(fd, fcntl.LOCK_UN)
-            os.close(fd)
 
 
 def _publish(hidden: Path, target: Path) -> None:
