@@ -161,7 +161,7 @@ def test_a_name_in_a_manifest_cannot_leave_its_directory(name, tmp_path):
         (lambda m: m["files"].update({"one.bin": {"size": 7}}), "one.bin"),
         (lambda m: m["files"]["one.bin"].update(sha256="00"), "one.bin"),
         (lambda m: m["files"]["one.bin"].update(size=-1), "one.bin"),
-        (lambda m: m.update(settings=3), "'settings' is 3"),
+        (lambda m: m.update(mode=3), "'mode' is 3"),
         (lambda m: m.update(metrics={"$pickle": "x"}), "pickle"),
     ],
 )

@@ -394,12 +394,12 @@ def test_the_writer_of_these_tests_writes_readable_files(run):
 
 @pytest.mark.parametrize("name", FILES)
 def test_sha256_on_request_is_checked_as_crc32_is(name, run):
-    manifest = {"run": "r", "update": 2, "epoch": 0, "metrics": {}, "settings": "abc"}
+    manifest = {"run": "r", "update": 2, "epoch": 0, "metrics": {}, "monitor": "abc"}
     commit(run[0], encode(tree(2)), manifest=manifest, checksum="sha256")
     found = load_checkpoint("auto", run[0])
     data = (run[2] / "state.json").read_bytes()
     assert found.manifest["files"]["state.json"] == {"size": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    assert found.manifest["settings"] == "abc" and "settings" not in read_manifest(run[1])
+    assert found.manifest["monitor"] == "abc" and "monitor" not in read_manifest(run[1])
     path = run[2] / name
     complete = path.read_bytes()
     for at in range(0, len(complete), 9):

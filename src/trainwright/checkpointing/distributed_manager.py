@@ -58,7 +58,7 @@ class DistributedCheckpointManager(CheckpointManager):
     state to `save`. Of a replicated state only that of rank 0 is written.
 
     Every rank makes the same calls in the same order, and gets the same results, errors, best and complete checkpoints.
-    One rank may call `release`, `best`, `saved`, `failing`, and any method with `alone=True`, without the others: rank
+    One rank may call `release`, `best`, `saved`, `failing`, and `completed` with `alone=True`, without the others: rank
     0 then knows the current state, the others that of the last report. Collectives run only in `prepare`, `adopt`,
     `reserve`, `save`, and in `completed` while a save is unreported.
     """
@@ -132,21 +132,15 @@ class DistributedCheckpointManager(CheckpointManager):
         if self._shard_writer is not None:
             self._shard_writer.reserve(self._own_files(parts))
 
-    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any], *, alone: bool) -> None:
+    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any]) -> None:
         """Copy and write the `{part: state}` of rank 0; of a sharded state every rank copies and writes its shards.
 
-        All ranks wait for the copies, and for the save in flight. `alone`: rank 0 saves without the others, which have
-        failed or are elsewhere; a no-op on any other rank, and a CheckpointError for a sharded state.
+        All ranks wait for the copies, and for the save in flight.
         """
         if holds_shards(tree):
-            if alone:
-                what = "a model that is sharded cannot be saved by one rank without the others"
-                raise CheckpointError(what, fix='fit(..., resume="auto") resumes from its last checkpoint')
             self._save_shards(split_shards(tree, rank=self.world.rank), manifest)
-        elif not alone:
+        else:
             on_rank_zero(self.world, lambda: self._submit(encode(tree), manifest))
-        elif self.world.is_main:
-            self._submit(encode(tree), manifest)
         self._is_unreported = True
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:

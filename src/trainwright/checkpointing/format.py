@@ -264,8 +264,8 @@ def _parsed(text: bytes, label: str) -> dict[str, Any]:
         raise _other_version(manifest, label)
     try:
         check_form(manifest, run=_is_line, update=is_count, epoch=is_count, metrics=is_numbers, files=is_dict)
-        optional = {"monitor": None, "mode": None, "settings": ""}
-        check_form(optional | manifest, monitor=is_none_or(_is_line), mode=is_none_or(is_text), settings=is_text)
+        optional = {"monitor": None, "mode": None}
+        check_form(optional | manifest, monitor=is_none_or(_is_line), mode=is_none_or(is_text))
     except FormError as error:
         raise CheckpointError(f"{label} is damaged: {error}") from error
     return manifest

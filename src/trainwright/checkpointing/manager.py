@@ -120,14 +120,11 @@ class CheckpointManager:
         update: int,
         epoch: int,
         metrics: Mapping[str, float] | None = None,
-        settings: str = "",
-        alone: bool = False,
     ) -> None:
         """Copy `{part: state}` and submit it to the writer; `completed` returns it when it is complete.
 
         Waits for the save in flight. After the save, checkpoints that retention does not keep are removed. `metrics`:
-        the numbers measured at this update; `settings`: a digest of the run's settings; `alone`: of several ranks only
-        this one saves. CheckpointError names a value that cannot be stored.
+        the numbers measured at this update. CheckpointError names a value that cannot be stored.
         """
         manifest = {
             "run": self.run_id,
@@ -136,10 +133,9 @@ class CheckpointManager:
             "monitor": self.settings.best,
             "mode": self.settings.mode if self.settings.best else None,
             "metrics": {name: float(value) for name, value in (metrics or {}).items()},
-            "settings": settings,
         }
         began = time.perf_counter()
-        self._save(tree, manifest, alone=alone)
+        self._save(tree, manifest)
         blocked = time.perf_counter() - began
         self.blocked += blocked
         self._last_save = update, blocked
@@ -210,8 +206,8 @@ class CheckpointManager:
         if self._writer is not None:
             self._writer.reserve(files)
 
-    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any], *, alone: bool) -> None:
-        """Submit a state with the fields of its manifest; `alone` is for several ranks."""
+    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any]) -> None:
+        """Submit a state with the fields of its manifest."""
         self._submit(encode(tree), manifest)
 
     def _submit(self, files: Files, manifest: dict[str, Any], sharded: ShardedSave | None = None) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,11 +34,6 @@ def settings_of(owner: Owner) -> dict[str, str]:
     slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
     optimizers = ", ".join(f"{name}={_class_of(optimizer)}" for name, optimizer in sorted(owner.optimizers.items()))
     return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
-
-
-def digest(settings: dict[str, str]) -> str:
-    """Return a short hash of these settings: equal for equal ones."""
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def changed(saved: dict[str, str], now: dict[str, str]) -> str:

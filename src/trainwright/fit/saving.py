@@ -13,7 +13,7 @@ from trainwright.core.device import devices_of, move
 from trainwright.core.records import Saved
 from trainwright.core.trees import NamedParts
 from trainwright.core.triggers import Trigger
-from trainwright.fit.describe import digest, settings_of
+from trainwright.fit.describe import settings_of
 from trainwright.fit.run import Run
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Stateful, Tree, listeners
@@ -36,7 +36,6 @@ class RunCheckpoints:
         self._reserves = True
         """Whether memory for a copy of the state is still to be reserved."""
         self._on_save = listeners(active_observers(self.owner), "on_save")
-        self._settings = digest(settings_of(self.owner))
         manager.on_result = run.wake
 
     def arrive(self) -> None:
@@ -76,7 +75,6 @@ class RunCheckpoints:
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
-                settings=self._settings,
             )
         self._saved_at = self._position
 
