@@ -24,7 +24,7 @@ READERS = {"item", "tolist", "cpu", "numpy"}
 CASTS = {"float", "bool", "int"}
 OFF_THE_PATH = {"__init__", "state_dict", "load_state_dict"}
 ALLOWED = {
-    ("update/optimizer_steps.py", "rates"): "the rates of the parameter groups are plain numbers",
+    ("update/optimizer_steps.py", "lrs"): "the rates of the parameter groups are plain numbers",
     ("update/optimizer_steps.py", "norms"): "numbers that were read already",
     ("fit/run.py", "judge"): "whether an update was applied, as the host knows it",
     ("update/loss_tracker.py", "waiting"): "a list",
