@@ -109,5 +109,5 @@ class Checkpoint:
 
 def _check_choice(name: str, given: object, known: tuple[str, ...]) -> None:
     if given not in known:
-        want = " or ".join(f'"{one}"' for one in known)
+        want = " or ".join(f'"{value}"' for value in known)
         raise SettingError(f"Checkpoint({name}={given!r})", want=want, fix=f'{name}="{known[0]}"')

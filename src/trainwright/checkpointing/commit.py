@@ -207,10 +207,10 @@ def make_directory(path: Path) -> None:
 
 
 def _make_durably(path: Path) -> None:
-    missing = [one for one in (path, *path.parents) if not one.exists()]
-    for one in reversed(missing):
-        one.mkdir(mode=0o700 if one == path else 0o777, exist_ok=True)
-        sync_directory(one.parent)
+    missing = [directory for directory in (path, *path.parents) if not directory.exists()]
+    for directory in reversed(missing):
+        directory.mkdir(mode=0o700 if directory == path else 0o777, exist_ok=True)
+        sync_directory(directory.parent)
 
 
 def _publish(hidden: Path, target: Path) -> None:

@@ -189,10 +189,10 @@ def _finder(
     if share is not None:
         rank, size = share
         shards.check(shards.files[rank::size])
-        return lambda one: LazyTensor(shards, shards.listed(one.name))
+        return lambda placeholder: LazyTensor(shards, shards.listed(placeholder.name))
     prefix = f"{only}." if only else ""
     complete = shards.assemble([name for name in shards.tensors if name.startswith(prefix)])
-    return lambda one: complete.get(shards.listed(one.name))
+    return lambda placeholder: complete.get(shards.listed(placeholder.name))
 
 
 # Manifest

@@ -215,7 +215,7 @@ class CheckpointManager:
         assert self._writer is not None, "prepare() comes first"
         self._writer.wait()
         self._take_results()
-        best = tuple(one.update for one in self._tracker.top)
+        best = tuple(measured.update for measured in self._tracker.top)
         job = SaveJob(self._root, self.settings, manifest, complete=self._complete, best=best, sharded=sharded)
         self._writer.submit(files, job.write)
         self.is_saving = True

@@ -36,15 +36,15 @@ def optimizer_states(
         if isinstance(part, Optimizer):
             yield name, part, tree, name
         elif isinstance(part, NamedParts) and isinstance(tree[name], dict):
-            for key, one in part.parts.items():
-                if isinstance(one, Optimizer) and key in tree[name]:
-                    yield f"{name}.{key}", one, tree[name], key
+            for key, member in part.parts.items():
+                if isinstance(member, Optimizer) and key in tree[name]:
+                    yield f"{name}.{key}", member, tree[name], key
 
 
 def parameters_of_optimizers(parts: Mapping[str, Stateful], tree: dict[str, Tree]) -> dict[str, Tree]:
     """Return name and shape of each parameter of each optimizer, by group; the name is None if no module has it."""
     names = parameter_names(parts)
-    return {path: _names_and_shapes(one, names) for path, one, *_ in optimizer_states(parts, tree)}
+    return {path: _names_and_shapes(optimizer, names) for path, optimizer, *_ in optimizer_states(parts, tree)}
 
 
 def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], saved: Any, *, origin: str) -> list[str]:
@@ -132,7 +132,7 @@ class _Match:
                     wrong.append(f"{name or f'parameter {position}'} of shape {had} in the checkpoint, {has} now")
                 else:
                     found[id(parameter)] = position
-            added = [self.names.get(one, "one without a name") for one in left]
+            added = [self.names.get(parameter_id, "one without a name") for parameter_id in left]
             for only, there in ((missing, "in the checkpoint"), (added, "now")):
                 if only:
                     wrong.append(f"only {there}: {listed(only, 5)}" + (f" (group {index})" if len(saved) > 1 else ""))
@@ -153,7 +153,7 @@ class _Match:
         else:
             shapes = [shape for group in saved for _, shape in group]
             for number, shape in zip(_numbers(self.state), shapes, strict=True):
-                large = [one for one in _shapes(self.state["state"].get(number)) if prod(one) > max(1, prod(shape))]
+                large = [held for held in _shapes(self.state["state"].get(number)) if prod(held) > max(1, prod(shape))]
                 if large:
                     reason = f"{kind} holds a tensor of shape {large[0]} for a parameter of shape {tuple(shape)}"
                     break
@@ -245,7 +245,7 @@ def _is_usual(state: Any) -> bool:
     if not isinstance(groups, list) or not all(isinstance(group, Mapping) for group in groups):
         return False
     numbers = [group.get("params") for group in groups]
-    return all(isinstance(one, list) and all(type(n) is int for n in one) for one in numbers)
+    return all(isinstance(params, list) and all(type(n) is int for n in params) for params in numbers)
 
 
 def _numbers(state: Mapping[str, Any]) -> list[int]:
@@ -266,7 +266,7 @@ def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:
         numbers, names = group["params"], group.get("param_names")
         moved |= {numbers[old]: numbers[now] for now, old in enumerate(order)}
         groups.append(dict(group) if names is None else {**group, "param_names": [names[old] for old in order]})
-    of_parameters = {moved.get(number, number): one for number, one in state["state"].items()}
+    of_parameters = {moved.get(number, number): entry for number, entry in state["state"].items()}
     return {**state, "state": of_parameters, "param_groups": groups}
 
 

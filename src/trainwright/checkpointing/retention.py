@@ -42,9 +42,9 @@ class BestTracker:
             return False
         require_monitor(self.monitor, metrics, f"Checkpoint(best={self.monitor!r})")
         measured = Measured(float(metrics[self.monitor]), epoch, update)
-        others = [one for one in self.top if one.update != update]
+        others = [earlier for earlier in self.top if earlier.update != update]
         ranked = sorted([*others, measured], key=self._sort_key)  # stable: the earlier one of two that are equal
-        self.top = [one for one in ranked if self._sort_key(one) < inf][: self._size]
+        self.top = [candidate for candidate in ranked if self._sort_key(candidate) < inf][: self._size]
         return measured in self.top
 
     def _sort_key(self, measured: Measured) -> float:
@@ -52,14 +52,14 @@ class BestTracker:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best values so far."""
-        return {"best": self.monitor, "mode": self.mode, "top": [asdict(one) for one in self.top]}
+        return {"best": self.monitor, "mode": self.mode, "top": [asdict(measured) for measured in self.top]}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Restore the best values so far; drop those of another number, with a warning."""
         check_form(tree, best=is_none_or(is_text), mode=is_text, top=lambda top: type(top) is list)
-        for one in tree["top"]:
-            check_form(one, value=is_number, epoch=is_count, update=is_count)
-        top = [Measured(**one) for one in tree["top"]]
+        for fields in tree["top"]:
+            check_form(fields, value=is_number, epoch=is_count, update=is_count)
+        top = [Measured(**fields) for fields in tree["top"]]
         is_same = (tree["best"], tree["mode"]) == (self.monitor, self.mode)
         self.top = top[: self._size] if is_same else []
         if not is_same and tree["best"] is not None and self.monitor is not None:

@@ -156,7 +156,7 @@ def index_text(tensors: Mapping[str, TensorPieces]) -> bytes:
         name: {
             "dtype": tensorfile.TAGS[tensor.dtype],
             "shape": tensor.shape,
-            "pieces": [{"file": one.file, "offsets": one.offsets, "sizes": one.sizes} for one in tensor.pieces],
+            "pieces": [{"file": piece.file, "offsets": piece.offsets, "sizes": piece.sizes} for piece in tensor.pieces],
         }
         for name, tensor in tensors.items()
     }
@@ -165,10 +165,10 @@ def index_text(tensors: Mapping[str, TensorPieces]) -> bytes:
 
 def _parsed(fields: Any) -> TensorPieces:
     pieces = []
-    for one in fields["pieces"]:
-        if type(one["file"]) is not str:
-            raise ValueError(f"{one['file']!r} is no name")
-        pieces.append(Piece(one["file"], _sizes(one["offsets"]), _sizes(one["sizes"])))
+    for piece in fields["pieces"]:
+        if type(piece["file"]) is not str:
+            raise ValueError(f"{piece['file']!r} is no name")
+        pieces.append(Piece(piece["file"], _sizes(piece["offsets"]), _sizes(piece["sizes"])))
     return TensorPieces(tensorfile.DTYPES[fields["dtype"]], _sizes(fields["shape"]), tuple(pieces))
 
 
@@ -209,7 +209,8 @@ class ShardedSave:
             os.close(os.open(shared / f"rank-{rank}", os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
             (name,) = files
             entry = write_file(shared / name, files[name], checksum=self._checksum)
-            pieces = {name: (one.offsets, one.sizes) for name, all_ in self._tensors.items() for one in all_.pieces}
+            tensors = self._tensors.items()
+            pieces = {name: (piece.offsets, piece.sizes) for name, tensor in tensors for piece in tensor.pieces}
             self._report(shared, {"entry": entry, "pieces": pieces})
         except BaseException as error:
             _report_failure(shared, rank, error)

@@ -60,7 +60,7 @@ def plain_data(tree: Tree) -> tuple[Any, list[str]]:
     """Return the JSON data of `flatten` with empty nodes for tensors, and their names; the same values are refused."""
     encoder = _Encoder()
     jsonable = encoder.node(tree, ())
-    return jsonable, [*encoder.arrays, *(one.name for one in encoder.tensors)]
+    return jsonable, [*encoder.arrays, *(node.name for node in encoder.tensors)]
 
 
 def loads(
@@ -228,8 +228,8 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
 def _store(nodes: list[_TensorNode]) -> dict[str, Tensor]:
     """Fill in the node of every tensor; return the tensors to write: each region of memory once, not copied."""
     storages: dict[Any, list[_TensorNode]] = {}
-    for one in nodes:
-        storages.setdefault(_storage(one.tensor), []).append(one)
+    for node in nodes:
+        storages.setdefault(_storage(node.tensor), []).append(node)
     stored = {}
     for sharing in storages.values():
         for cluster in [sharing] if len(sharing) == 1 else _clusters(sharing):
@@ -241,10 +241,10 @@ def _store_cluster(cluster: list[_TensorNode]) -> Tensor:
     """Store a tensor with its own shape, so that any reader of the file can use it; or memory that several share."""
     name, tensor = cluster[0].name, cluster[0].tensor
     layout = _own_layout(tensor)
-    if layout is None or len({_layout(one.tensor) for one in cluster}) > 1:
+    if layout is None or len({_layout(sharer.tensor) for sharer in cluster}) > 1:
         return _store_region(name, cluster)
-    for one in cluster:
-        one.node |= {"$tensor": name, **layout, **_flags(one.tensor)}
+    for sharer in cluster:
+        sharer.node |= {"$tensor": name, **layout, **_flags(sharer.tensor)}
     return tensor.detach()
 
 
@@ -252,13 +252,13 @@ def _clusters(nodes: list[_TensorNode]) -> list[list[_TensorNode]]:
     """Group tensors of one storage: those whose memory overlaps, and those that are equal in place and form."""
     clusters: list[list[_TensorNode]] = []
     end = 0
-    for one in sorted(nodes, key=lambda one: _extent(one.tensor)):
-        start, stop = _extent(one.tensor)
-        if clusters and (start < min(end, stop) or _layout(one.tensor) == _layout(clusters[-1][0].tensor)):
-            clusters[-1].append(one)
+    for node in sorted(nodes, key=lambda node: _extent(node.tensor)):
+        start, stop = _extent(node.tensor)
+        if clusters and (start < min(end, stop) or _layout(node.tensor) == _layout(clusters[-1][0].tensor)):
+            clusters[-1].append(node)
             end = max(end, stop)
         else:
-            clusters.append([one])
+            clusters.append([node])
             end = stop
     return clusters
 
@@ -280,16 +280,16 @@ def _has_gaps(tensor: Tensor) -> bool:
 def _store_region(name: str, cluster: list[_TensorNode]) -> Tensor:
     """Store the region of memory that tensors share, in their dtype or as bytes; each of them is a view of it."""
     first = cluster[0].tensor.detach()
-    width = max(one.tensor.element_size() for one in cluster)
-    start = min(_extent(one.tensor)[0] for one in cluster) // width * width
-    stop = max(_extent(one.tensor)[1] for one in cluster)
-    is_native = first.dtype in TAGS and all(one.tensor.dtype == first.dtype for one in cluster)
-    for one in cluster:
-        tensor = one.tensor
+    width = max(sharer.tensor.element_size() for sharer in cluster)
+    start = min(_extent(sharer.tensor)[0] for sharer in cluster) // width * width
+    stop = max(_extent(sharer.tensor)[1] for sharer in cluster)
+    is_native = first.dtype in TAGS and all(sharer.tensor.dtype == first.dtype for sharer in cluster)
+    for sharer in cluster:
+        tensor = sharer.tensor
         offset = tensor.storage_offset() - start // tensor.element_size()
         layout = {"offset": offset, "size": list(tensor.shape), "stride": list(tensor.stride())}
         dtype = {} if is_native else {"dtype": str(tensor.dtype)}
-        one.node |= {"$tensor": name, **layout, **dtype, **_flags(tensor)}
+        sharer.node |= {"$tensor": name, **layout, **dtype, **_flags(tensor)}
     if is_native:
         return first.as_strided(((stop - start) // width,), (1,), start // width)
     empty = torch.empty(0, dtype=torch.uint8, device=first.device)

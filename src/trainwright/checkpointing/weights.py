@@ -173,17 +173,17 @@ def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any], *, ties: M
     return differ
 
 
-def _equal(one: Any, other: Any) -> bool:
-    return one is other or (torch.is_tensor(one) and torch.is_tensor(other) and _same_bytes(one, other))
+def _equal(first: Any, second: Any) -> bool:
+    return first is second or (torch.is_tensor(first) and torch.is_tensor(second) and _same_bytes(first, second))
 
 
-def _same_bytes(one: Tensor, other: Tensor) -> bool:
+def _same_bytes(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors have the same bytes; a NaN equals itself."""
-    if one.dtype != other.dtype or one.shape != other.shape:
+    if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if is_sharded(one) and is_sharded(other):  # one answer on all ranks, which load or refuse together
-        return on_all_ranks(_same_bytes(*local_shards([one, other])), [one])
-    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (one, other)]
+    if is_sharded(first) and is_sharded(second):  # one answer on all ranks, which load or refuse together
+        return on_all_ranks(_same_bytes(*local_shards([first, second])), [first])
+    raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*raw)
 
 
@@ -192,7 +192,7 @@ def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int,
     have = model.state_dict()
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name in have}
-    wrong = [text for name, one in given.items() if (text := shape_difference(name, one, have[name]))]
+    wrong = [text for name, tensor in given.items() if (text := shape_difference(name, tensor, have[name]))]
     if not wrong:
         return
     ties = _ties_of(model, tensors)

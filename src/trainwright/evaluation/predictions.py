@@ -134,7 +134,7 @@ class PreallocatedOutputs(Outputs):
         if not pieces:
             return
         like, end = self._buffer if self._buffer is not None else pieces[0], self._at + sum(map(len, pieces))
-        if end > self._rows or any(one.shape[1:] != like.shape[1:] or one.dtype != like.dtype for one in pieces):
+        if end > self._rows or any(piece.shape[1:] != like.shape[1:] or piece.dtype != like.dtype for piece in pieces):
             self._store_apart()
             return
         if self._buffer is None:
@@ -146,13 +146,13 @@ class PreallocatedOutputs(Outputs):
         self.clear()
 
     def _copy(self, pieces: list[Tensor], target: Tensor) -> None:
-        if all(one.is_cpu for one in pieces):
+        if all(piece.is_cpu for piece in pieces):
             torch.cat(pieces, out=target)
             return
-        for part, one in zip(target.split([len(one) for one in pieces]), pieces, strict=True):
-            part.copy_(one, non_blocking=one.is_cuda and target.is_pinned())
-            if one.is_cuda:
-                self._streams.add(torch.cuda.current_stream(one.device))
+        for part, piece in zip(target.split([len(piece) for piece in pieces]), pieces, strict=True):
+            part.copy_(piece, non_blocking=piece.is_cuda and target.is_pinned())
+            if piece.is_cuda:
+                self._streams.add(torch.cuda.current_stream(piece.device))
 
     def _store_apart(self) -> None:
         """Store every output as it came."""
@@ -160,7 +160,7 @@ class PreallocatedOutputs(Outputs):
             return
         self._is_apart = True
         self._wait()
-        waiting = [_on_host(one) for one in self]
+        waiting = [_on_host(batch) for batch in self]
         self[:] = [*(() if self._buffer is None else self._buffer[: self._at].split(self._lengths)), *waiting]
 
     def _wait(self) -> None:
@@ -214,7 +214,7 @@ class DistributedOutputs(Outputs):
         """Exchange the waiting outputs; all ranks have as many, and compute the same limit for the next exchange."""
         sent = self._world.gather(packed(self._waiting))
         for each in zip(*map(unpacked, sent), strict=True):
-            self._gathered += _joined_slices([one for one in each if one is not None])
+            self._gathered += _joined_slices([outputs for outputs in each if outputs is not None])
         fits = AT_ONCE * len(self._waiting) // max(map(len, sent))
         self._limit, self._waiting = max(1, min(2 * self._limit, fits, MOST)), []
 
@@ -292,7 +292,8 @@ def _join_slices(pieces: Sequence[Any], rows: list[int]) -> Any:
         return {key: _join_slices([piece[key] for piece in pieces], rows) for key in first}
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
         names = [field.name for field in dataclasses.fields(first)]
-        return dataclasses.replace(first, **{n: _join_slices([getattr(one, n) for one in pieces], rows) for n in names})
+        joined = {name: _join_slices([getattr(piece, name) for piece in pieces], rows) for name in names}
+        return dataclasses.replace(first, **joined)
     if first is None:
         return None
     raise _NotJoinable

@@ -80,7 +80,7 @@ def guess_classes(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Guesses:
             fix="trainer.predict(data).isnan()   # finds the rows",
         )
     batches = [_guess_batch(output, target, family=family) for output, target in pairs]
-    guess, target = torch.cat([one.guess for one in batches]), torch.cat([one.target for one in batches])
+    guess, target = torch.cat([batch.guess for batch in batches]), torch.cat([batch.target for batch in batches])
     counts = target != ignored
     if not counts.any():
         raise SettingError(f"every target is {ignored}, which the loss ignores", want="targets that count")

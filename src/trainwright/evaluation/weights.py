@@ -67,7 +67,7 @@ def choose_weights(
     owner: Owner, average: AveragedWeights | None, forward: Callable[[], None] | None = None
 ) -> EvaluationWeights:
     """Return the evaluation weights of a run; `forward` runs the training data once, for BatchNorm statistics."""
-    switching: list[Any] = [one for one in owner.optimizers.values() if _switches(one)]
+    switching: list[Any] = [optimizer for optimizer in owner.optimizers.values() if _switches(optimizer)]
     if switching:
         return _optimizer_weights(owner, switching, average)
     return EvaluationWeights() if average is None else AverageWeights(owner.model, average, forward)
@@ -194,7 +194,7 @@ class OptimizerWeights(EvaluationWeights):
         """Return tensors in the order of the parameters by name, or by number where a parameter has no name."""
         names, nameless = parameter_names(self._modules), count()
         keys = [names.get(id(parameter)) for parameter in self._parameters]
-        return {next(nameless) if key is None else key: one for key, one in zip(keys, tensors, strict=True)}
+        return {next(nameless) if key is None else key: tensor for key, tensor in zip(keys, tensors, strict=True)}
 
     def _switch_to_eval(self) -> None:
         for optimizer in self._optimizers:

@@ -151,7 +151,7 @@ class AllRows(PassMetric):
                 fix="return StepOutput(loss, output, target) with two tensors",
             )
         if self._own and any(
-            one.shape[1:] != new.shape[1:] for one, new in zip(self._own[0], (output, target), strict=True)
+            first.shape[1:] != new.shape[1:] for first, new in zip(self._own[0], (output, target), strict=True)
         ):
             raise SettingError(
                 f"metric {self.name!r}: over_all joins the rows of all batches, and their shapes differ",
@@ -214,7 +214,7 @@ def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any
     A mean, such as a perplexity or an absolute error, may be a whole number too; it does not add up.
     """
     value = _whole_number(result)
-    if value is None or not all(isinstance(one, Tensor) and one.ndim and len(one) > 1 for one in given):
+    if value is None or not all(isinstance(tensor, Tensor) and tensor.ndim and len(tensor) > 1 for tensor in given):
         return
     rows = len(given[0])
     if len(given[1]) != rows:
@@ -222,7 +222,7 @@ def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any
     splits = [(slice(rows // 2), slice(rows // 2, None)), (slice(0, None, 2), slice(1, None, 2))]
     try:
         with rng_preserved():
-            parts = [[float(function(*(one[part] for one in given))) for part in split] for split in splits]
+            parts = [[float(function(*(tensor[part] for tensor in given))) for part in split] for split in splits]
     except Exception:  # a metric of the user's own may ask for a complete batch: that is no mistake
         return
     # Both parts count something in one split at least: a maximum would add up where the other part is 0.

@@ -67,7 +67,7 @@ class MetricSet:
         self._rows = 0
         self._metrics: list[PassMetric] = []
         self._derived: dict[str, Derived] = {}
-        self._left_out = {name for name, one in metrics.items() if training and isinstance(one, OverAll)}
+        self._left_out = {name for name, metric in metrics.items() if training and isinstance(metric, OverAll)}
         self.names = tuple(name for name in metrics if name not in self._left_out)
         """The names, as given."""
         checked = set(metrics) if checked is None else checked
@@ -168,7 +168,8 @@ class MetricSet:
     def state_dict(self) -> dict[str, Any]:
         """Return the sums; of an object without a `state_dict` its attributes."""
         has_rows = self._rows > 0
-        return {"rows": self._rows, "metrics": {one.name: one.state_dict(has_rows=has_rows) for one in self._metrics}}
+        states = {metric.name: metric.state_dict(has_rows=has_rows) for metric in self._metrics}
+        return {"rows": self._rows, "metrics": states}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Load saved sums of the same metrics."""

@@ -74,11 +74,11 @@ def reduce_to_rank0(world: World, accumulators: Sequence[Accumulator], *, device
     """
     if world.size == 1:
         return
-    ranks = world.gather_on_main(packed([one.state_dict() for one in accumulators]))
+    ranks = world.gather_on_main(packed([accumulator.state_dict() for accumulator in accumulators]))
     if not world.is_main:
-        for one in accumulators:
-            one.reset()
+        for accumulator in accumulators:
+            accumulator.reset()
         return
     for data in ranks[1:]:
-        for one, state in zip(accumulators, unpacked(data, device), strict=True):
-            one.merge(state)
+        for accumulator, state in zip(accumulators, unpacked(data, device), strict=True):
+            accumulator.merge(state)

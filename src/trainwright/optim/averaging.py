@@ -505,7 +505,7 @@ def _is_unchanged(weight: Tensor, version: int, value: Tensor) -> bool:
 
 def _are_tensors(value: object) -> bool:
     """Return whether a value is a dict of tensors."""
-    return isinstance(value, Mapping) and all(isinstance(one, Tensor) for one in value.values())
+    return isinstance(value, Mapping) and all(isinstance(tensor, Tensor) for tensor in value.values())
 
 
 def _differences(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> str:

@@ -51,9 +51,9 @@ class Gradients:
         found = {id(p): p for p in parameters_in(*optimizers)}  # two optimizers may train the same parameter
         self.parameters: list[Tensor] = sorted(found.values(), key=lambda p: place.get(id(p), len(place)))
         self._unsharded = self.parameters
-        custom = [one for one in optimizers if has_custom_zero_grad(one)]
-        self._zero_grads = [one.zero_grad for one in custom]
-        self._dropped = parameters_in(*(one for one in optimizers if one not in custom))
+        custom = [optimizer for optimizer in optimizers if has_custom_zero_grad(optimizer)]
+        self._zero_grads = [optimizer.zero_grad for optimizer in custom]
+        self._dropped = parameters_in(*(optimizer for optimizer in optimizers if optimizer not in custom))
         """The parameters whose gradients `zero` sets to None."""
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._uniform_device = next(iter(kinds))[0] if len(kinds) == 1 else None

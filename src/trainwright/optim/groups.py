@@ -167,11 +167,11 @@ class Groups:
                 inside = [f"{name}.{child}" for child, _ in layer.submodule.named_children()]
             if not layer.parameters:
                 raise SettingError(f"{written}: it has no parameters", fix=f"leave {name!r} out of layers")
-            for one in inside:
-                mine = find(model, one, written).parameters.values()
+            for path in inside:
+                mine = find(model, path, written).parameters.values()
                 if mine and all(p in layer_of for p in mine):
-                    raise SettingError(f"{written}: all of {one!r} is in an earlier one", want="each once")
-                layer_of.update((p, one) for p in mine if p not in layer_of)
+                    raise SettingError(f"{written}: all of {path!r} is in an earlier one", want="each once")
+                layer_of.update((p, path) for p in mine if p not in layer_of)
         return layer_of
 
     def _without_decay(self, model: nn.Module, parameters: Iterable[nn.Parameter]) -> set[nn.Parameter]:
@@ -195,7 +195,7 @@ def checked_names(owner: str, setting: str, names: Any) -> tuple[str, ...]:
 
 
 def _name(layer: str | None, key: str | None, decays: bool) -> str:
-    part = ":".join(one for one in (layer, key) if one is not None)
+    part = ":".join(name for name in (layer, key) if name is not None)
     return (f"{part}." if part else "") + ("decay" if decays else "no_decay")
 
 

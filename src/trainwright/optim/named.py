@@ -38,13 +38,13 @@ def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> 
     if not optimizer:
         raise SettingError("optimizer={} names no optimizer", fix="optimizer=None, for a trainer without one")
     made = {}
-    for name, one in optimizer.items():
+    for name, given in optimizer.items():
         if not isinstance(name, str) or not name.isidentifier():
             raise SettingError(f"optimizer={{{name!r}: ...}}", want="a name that is an identifier", fix='"G"')
         inner = getattr(model, name, None)
         root = inner if isinstance(inner, nn.Module) else None
-        made[name] = _make(one, model, f"optimizer[{name!r}]=", root=root, fuses=fuses)
-    if len({id(one) for one in made.values()}) < len(made):
+        made[name] = _make(given, model, f"optimizer[{name!r}]=", root=root, fuses=fuses)
+    if len({id(given) for given in made.values()}) < len(made):
         raise SettingError("optimizer={...} holds one optimizer under two names", want="one for each name")
     return made
 
@@ -67,7 +67,7 @@ def by_name(
     if unknown := [name for name in setting if name not in optimizers]:
         hint = did_you_mean(str(unknown[0]), names)
         raise SettingError(f"{slot}={{{unknown[0]!r}: ...}}: no optimizer has this name.{hint}", want=f"one of {names}")
-    return {name: check(one) for name, one in setting.items() if one is not None}
+    return {name: check(value) for name, value in setting.items() if value is not None}
 
 
 def fused_hint(optimizers: Mapping[str, Optimizer], updates: int | None) -> list[str]:
@@ -76,7 +76,7 @@ def fused_hint(optimizers: Mapping[str, Optimizer], updates: int | None) -> list
 
     if updates is not None and updates < LONG_RUN:
         return []
-    names = {type(one).__name__: None for one in optimizers.values() if could_be_fused(one)}
+    names = {type(optimizer).__name__: None for optimizer in optimizers.values() if could_be_fused(optimizer)}
     return [f"{name}(..., fused=True) would make the same updates faster" for name in names]
 
 
@@ -129,8 +129,8 @@ def has_scheduler(optimizer: Any) -> bool:
 def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:
     """Refuse `schedule=` for an optimizer that a torch scheduler was built on: both would set its rate."""
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
-    for name, one in schedules.items():
-        if one is not None and has_scheduler(optimizers[name]):
+    for name, given in schedules.items():
+        if given is not None and has_scheduler(optimizers[name]):
             which = "" if name == ONLY else f" {name!r}"
             raise SettingError(
                 f"schedule= beside a torch scheduler that was built on the optimizer{which}: which sets the rate?",

@@ -60,11 +60,11 @@ class BoundSchedule:
 def bind_schedules(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> dict[str, BoundSchedule]:
     """Bind a schedule, or one for each of several optimizers by name; an empty dict where there is none."""
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
-    bound = {name: one.bind(optimizers[name], plan) for name, one in schedules.items() if one is not None}
-    for name, one in bound.items():
-        if not isinstance(one, BoundSchedule):
+    bound = {name: given.bind(optimizers[name], plan) for name, given in schedules.items() if given is not None}
+    for name, made in bound.items():
+        if not isinstance(made, BoundSchedule):
             raise SettingError(
-                f"{type(schedules[name]).__name__}.bind(optimizer, plan) returned {type(one).__name__}",
+                f"{type(schedules[name]).__name__}.bind(optimizer, plan) returned {type(made).__name__}",
                 want="an object of a subclass of trainwright.schedules.BoundSchedule",
                 fix="class MySchedule(BoundSchedule), with apply(self, updates)",
             )
@@ -88,7 +88,7 @@ class GroupSchedule(BoundSchedule):
 
     def state_dict(self) -> Tree:
         """The settings as text, the total, and the settings of the groups before the schedule."""
-        return {"schedule": self._text, "total": self._total, "base": [dict(one.base) for one in self._groups]}
+        return {"schedule": self._text, "total": self._total, "base": [dict(group.base) for group in self._groups]}
 
     def _load(self, tree: Tree, **forms: Callable[[object], bool]) -> str | None:
         """Check a state and load the groups' settings; return a sentence where schedule or total are others."""
@@ -102,7 +102,7 @@ class GroupSchedule(BoundSchedule):
             )
         check_form(tree, **forms)
         self._add_groups()
-        betas = [len(one.base.get("betas", ())) for one in self._groups]
+        betas = [len(group.base.get("betas", ())) for group in self._groups]
         if betas != [len(base.get("betas", ())) for base in tree["base"]]:
             raise CheckpointError(
                 "the saved schedule is of an optimizer with other groups",

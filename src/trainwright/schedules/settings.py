@@ -84,7 +84,7 @@ def _rates_by_update(
     for value in own:
         check_number(value, f"plot(lr={lr!r})", least=0)
     check_whole(updates, f"plot(updates={updates!r})")
-    given = [one for value in values_of(schedule) for one in (value if isinstance(value, tuple) else [value])]
+    given = [rate for value in values_of(schedule) for rate in (value if isinstance(value, tuple) else [value])]
     if updates_per_epoch is not None:
         check_whole(updates_per_epoch, f"plot(updates_per_epoch={updates_per_epoch!r})")
     elif any(isinstance(value, Epochs) or value == "epoch" for value in given):

@@ -374,6 +374,6 @@ class FunctionSchedule(BuiltinSchedule):
 def _named(name: str) -> str | None:
     """The schedule that a name is meant for; None where none is near."""
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
-    known = {one.lower(): one for one in _EXAMPLES} | _OTHER_NAMES
+    known = {example.lower(): example for example in _EXAMPLES} | _OTHER_NAMES
     near = get_close_matches(plain, known, n=1) or get_close_matches(plain.removesuffix("lr"), known, n=1)
     return known[near[0]] if near else None

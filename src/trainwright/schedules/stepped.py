@@ -68,7 +68,8 @@ class Plateau(BuiltinSchedule):
     def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedSchedule:
         """The rates of this optimizer, lowered by the validations of the run."""
         mode = self._mode()
-        settings = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in ("monitor", "mode")}
+        of_torch = {field.name for field in fields(self)} - {"monitor", "mode"}
+        settings = {name: getattr(self, name) for name in of_torch}
         build = partial(ReduceLROnPlateau, mode=mode, **settings)
         return SteppedSchedule(
             build, optimizer, unit="validation", monitor=self.monitor, mode=mode, text=settings_text(self)
