@@ -199,7 +199,7 @@ def the_history_starts_anew(patch):
 
 
 def the_users_state_is_forgotten(patch):
-    without(patch, saving, "_load_state")
+    without(patch, saving._UserState, "load_state_dict")
 
 
 def it_is_forgotten_when_was_validated(patch):
