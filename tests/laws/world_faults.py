@@ -105,7 +105,7 @@ def the_schedule_steps_on_each_process(patch: Patch) -> None:
     whole = TableSchedule.apply
 
     def apply(self: TableSchedule, updates: int) -> None:
-        last = self._rows - 1
+        last = self._length - 1
         whole(self, min(updates * dist.get_world_size(), max(last, updates)))
 
     patch.setattr(TableSchedule, "apply", apply)
