@@ -40,7 +40,7 @@ class OneCycle(BuiltinSchedule):
     >>> optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(2))], lr=0.1)
     >>> schedule = OneCycle(max_lr=0.5).bind(optimizer, Plan(max_updates=100))
     >>> for update in range(100):
-    ...     rates.apply(update)  # then forward, backward, optimizer.step()
+    ...     schedule.apply(update)  # then forward, backward, optimizer.step()
     >>> optimizer.param_groups[0]["lr"]
     2e-06
     """
