@@ -13,7 +13,6 @@ from trainwright.core.device import devices_of, move
 from trainwright.core.records import Saved
 from trainwright.core.trees import NamedParts
 from trainwright.core.triggers import Trigger
-from trainwright.fit.describe import settings_of
 from trainwright.fit.run import Run
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Stateful, Tree, listeners
