@@ -113,12 +113,7 @@ class LossTracker(RunningMeans):
         if self.recording:
             self._add(step_loss)
         if window is not None:
-            window.position += 1
-            step_loss.count = None if step_loss.count is None else as_count(step_loss.count)
-            step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum)
-            if self._sums_losses:
-                value = weighted_value(step_loss.loss, step_loss.weight)
-                self.window_loss = self.window_loss + value if window.position else value
+            self._set_weight(step_loss, window)
         return step_loss
 
     def _add_at_once(self, returned: Any) -> bool:
@@ -149,6 +144,15 @@ class LossTracker(RunningMeans):
         self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
         if step_loss.named is not None:
             self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
+
+    def _set_weight(self, step_loss: StepLoss, window: Window) -> None:
+        """Set the weight of the loss of the next micro-batch, which has run."""
+        window.position += 1
+        step_loss.count = None if step_loss.count is None else as_count(step_loss.count)
+        step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum)
+        if self._sums_losses:
+            value = weighted_value(step_loss.loss, step_loss.weight)
+            self.window_loss = self.window_loss + value if window.position else value
 
     def grad_tensor(self, loss: Tensor, weight: Count) -> Tensor | None:
         """Return weight times loss scale as a tensor like the loss, for `backward`; None for 1."""
