@@ -53,9 +53,11 @@ class Signals:
     _timer: threading.Timer | None = None
     _on_child: Handler | None = None
 
-    def __init__(self, *, grace: float, wake: Callable[[], None] | None = None, alone: bool = True) -> None:
-        self.grace, self.wake = grace, wake
-        """Seconds that a signal waits for the end of the update in progress; called when a signal is received."""
+    def __init__(self, *, grace: float, alone: bool = True) -> None:
+        self.grace = grace
+        """Seconds that a signal waits for the end of the update in progress."""
+        self.wake: Callable[[], None] | None = None
+        """Called when a signal is received; set by a run."""
         self._alone = alone
         """Whether this process ends at once: several ranks end together, after they have agreed."""
         self._process = os.getpid()

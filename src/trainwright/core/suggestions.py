@@ -310,9 +310,7 @@ ATTRIBUTES = frozenset({"fast_path", "history", "result", "world"})
 """Attributes that a Trainer sets: no method of a subclass may have such a name."""
 
 
-def refuse_near_names(
-    cls: type, known: Collection[str], *, base: type | None = None, cutoff: float = 0.85, prefix: str = ""
-) -> None:
+def refuse_near_names(cls: type, known: Collection[str], *, base: type | None = None, prefix: str = "") -> None:
     """Raise TypeError where a method defined in `cls`, or in a mixin next to `base`, nearly has a `known` name.
 
     So it is for one that `base` takes as an argument of this name, which would hide it. With a `prefix` every method
@@ -334,7 +332,7 @@ def refuse_near_names(
                 f"  want  {base.__name__}(..., {name}=...)\n"
                 f"  fix   rename it, and give it as {name}="
             )
-        near = get_close_matches(name, sorted(known), n=1, cutoff=cutoff)
+        near = get_close_matches(name, sorted(known), n=1, cutoff=0.85)
         if near or (prefix and name.startswith(prefix)):
             hint = f" Did you mean {near[0]!r}?" if near else ""
             raise TypeError(

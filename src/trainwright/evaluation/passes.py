@@ -289,7 +289,7 @@ def _loss_of_rows(owner: Owner) -> Any:
 
 def _take_errors(numbers: dict[str, float], metrics: MetricSet, prefix: str) -> dict[str, float]:
     """Return the standard errors by name; the loss of each row leaves the numbers to report."""
-    errors = {prefix + name: value for name, value in metrics.errors().items()}
+    errors = metrics.errors(prefix)
     if prefix + _LOSS_OF_ROWS in numbers:
         del numbers[prefix + _LOSS_OF_ROWS]
         errors[prefix + "loss"] = errors.pop(prefix + _LOSS_OF_ROWS)
