@@ -234,13 +234,13 @@ class Trainer(Generic[M]):
             return manual_optimization.step_by_closure(run, closure, name)
         chosen = run.optimizer_steps.all if name is None else run.optimizer_steps.choose(name)
         found_inf = run.strategy.scale_and_check(chosen.gradients)
-        for one in chosen.steps:
-            if one.limits:
-                one.limit()  # measure and clip
+        for optimizer_step in chosen.steps:
+            if optimizer_step.limits:
+                optimizer_step.limit()  # measure and clip
         applied = run.strategy.check(found_inf, chosen)
         if applied:
-            for one in chosen.steps:
-                one.step()  # the optimizer's
+            for optimizer_step in chosen.steps:
+                optimizer_step.step()
         return applied
 
     def minimize(self, loss: Any, name: str | None = None) -> bool:

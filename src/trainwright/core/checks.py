@@ -154,7 +154,7 @@ def is_flag(value: object) -> bool:
 
 def is_numbers(value: object) -> bool:
     """Return whether a value is a dict of numbers by name."""
-    return isinstance(value, Mapping) and all(is_text(name) and is_number(one) for name, one in value.items())
+    return isinstance(value, Mapping) and all(is_text(name) and is_number(number) for name, number in value.items())
 
 
 def is_none_or(fits: Callable[[object], bool]) -> Callable[[object], bool]:
@@ -170,11 +170,11 @@ def is_dict(value: object) -> bool:
 def settings_text(value: Any) -> str:
     """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{key!r}: {settings_text(one)}" for key, one in value.items()) + "}"
+        return "{" + ", ".join(f"{key!r}: {settings_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(map(settings_text, value))}]"
     if isinstance(value, functools.partial):
-        named = [f"{name}={settings_text(one)}" for name, one in value.keywords.items()]
+        named = [f"{name}={settings_text(item)}" for name, item in value.keywords.items()]
         return f"partial({', '.join([settings_text(value.func), *map(settings_text, value.args), *named])})"
     if is_dataclass(value) and not isinstance(value, type):
         return _dataclass_text(value)
@@ -188,12 +188,12 @@ def _dataclass_text(setting: Any) -> str:
     """Return a dataclass with its first value and those that are not the default: `StepLR(Epochs(30), gamma=0.5)`."""
     first = next(iter(fields(setting)), None)
     given = []
-    for one in fields(setting):
-        value, by_place = getattr(setting, one.name), one is first and not one.kw_only
-        if by_place or one.default is MISSING or not _is_default(value, one.default):
+    for field in fields(setting):
+        value, by_place = getattr(setting, field.name), field is first and not field.kw_only
+        if by_place or field.default is MISSING or not _is_default(value, field.default):
             # A first value that has a default, or is the only one, is known by its place; the others need their names.
-            bare = by_place and (one.default is not MISSING or len(fields(setting)) == 1)
-            given.append(settings_text(value) if bare else f"{one.name}={settings_text(value)}")
+            bare = by_place and (field.default is not MISSING or len(fields(setting)) == 1)
+            given.append(settings_text(value) if bare else f"{field.name}={settings_text(value)}")
     return f"{type(setting).__name__}({', '.join(given)})" if given else type(setting).__name__
 
 

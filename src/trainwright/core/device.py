@@ -81,7 +81,7 @@ def homes(model: nn.Module, device: torch.device) -> Home:
 
     For a model on several devices each tensor returns to its own, if the model is there still.
     """
-    placed = {str(one): one for one in devices_of(model)}
+    placed = {str(used): used for used in devices_of(model)}
     return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
 
 
@@ -112,7 +112,7 @@ def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 def move(batch: Any, device: torch.device) -> Any:
     """Return a nested batch with its tensors on `device`; tuples, named tuples, dicts, dataclasses keep their types."""
-    return change(batch, device, lambda one: one.to(device, non_blocking=_is_awaited(one, device)))
+    return change(batch, device, lambda tensor: tensor.to(device, non_blocking=_is_awaited(tensor, device)))
 
 
 def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -> Any:

@@ -54,17 +54,18 @@ class ModelStatistics:
 
     def __str__(self) -> str:
         head = f"{'parameter':<{_NAME}}{'weight':>10}{'gradient':>10}{'largest':>10}{'zeros':>7}{'moved':>10}"
-        return "\n".join([f"update {self.update}", head, *(_line(*one) for one in self.parameters.items())])
+        return "\n".join([f"update {self.update}", head, *(_line(*named) for named in self.parameters.items())])
 
 
-def _line(name: str, one: ParameterStatistics) -> str:
+def _line(name: str, statistics: ParameterStatistics) -> str:
     """A row of the table: norms of weight and gradient, the gradient's maximum and zeros, the share that has moved."""
     name = name if len(name) < _NAME else f"…{name[2 - _NAME :]}"
-    zeros = "-" if one.grad_zeros is None else f"{one.grad_zeros:.0%}"
-    bad = one.weight_nonfinite + one.grad_nonfinite
+    zeros = "-" if statistics.grad_zeros is None else f"{statistics.grad_zeros:.0%}"
+    bad = statistics.weight_nonfinite + statistics.grad_nonfinite
     note = f"  {bad} not finite" if bad else ""
-    norms = "".join(f"{_short(value):>10}" for value in (one.weight_norm, one.grad_norm, one.grad_max))
-    return f"{name:<{_NAME}}{norms}{zeros:>7}{_short(one.update_ratio):>10}{note}"
+    values = (statistics.weight_norm, statistics.grad_norm, statistics.grad_max)
+    norms = "".join(f"{_short(value):>10}" for value in values)
+    return f"{name:<{_NAME}}{norms}{zeros:>7}{_short(statistics.update_ratio):>10}{note}"
 
 
 def _short(value: float | None) -> str:

@@ -55,8 +55,8 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 def _set_accelerator_state(state: dict[str, Any]) -> None:
     if "cuda" in state and torch.cuda.is_available():
-        for index, one in enumerate(state["cuda"][: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(one, index)
+        for index, saved in enumerate(state["cuda"][: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(saved, index)
     if "mps" in state and _HAS_MPS:
         torch.mps.set_rng_state(state["mps"])
 
@@ -68,7 +68,7 @@ def is_random_state(value: object) -> bool:
         random.Random().setstate(state["python"])
         np.random.RandomState(type(np.random.mtrand._rand._bit_generator)()).set_state(state["numpy"])
         torch.Generator().set_state(state["torch"])
-        return all(isinstance(one, torch.Tensor) and one.dtype is torch.uint8 for one in state.get("cuda", ()))
+        return all(isinstance(saved, torch.Tensor) and saved.dtype is torch.uint8 for saved in state.get("cuda", ()))
     except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RuntimeError):
         return False
 
@@ -82,14 +82,14 @@ def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
         generator.manual_seed(number)
 
 
-def _same(one: Any, other: Any) -> bool:
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(_same, one, other))
-    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return torch.equal(one, other)
-    return bool(np.array_equal(one, other)) if isinstance(one, np.ndarray) else one == other
+def _same(state: Any, other: Any) -> bool:
+    if isinstance(state, dict) and isinstance(other, dict):
+        return state.keys() == other.keys() and all(_same(state[key], other[key]) for key in state)
+    if isinstance(state, list | tuple) and isinstance(other, list | tuple):
+        return len(state) == len(other) and all(map(_same, state, other))
+    if isinstance(state, torch.Tensor) and isinstance(other, torch.Tensor):
+        return torch.equal(state, other)
+    return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else state == other
 
 
 class rng_preserved:  # a class, since each evaluation enters it

@@ -75,11 +75,12 @@ def _copy_object(tree: Any, at: Keys) -> Any:
         raise SettingError(what, want="plain data and tensors", fix=fix) from error
 
 
-def _is_alike(one: Tensor, other: Any) -> bool:
-    """Return whether `one` can be copied into `other` without an allocation."""
-    if not (type(one) is type(other) is Tensor) or other.is_inference():
+def _is_alike(tensor: Tensor, other: Any) -> bool:
+    """Return whether `tensor` can be copied into `other` without an allocation."""
+    if not (type(tensor) is type(other) is Tensor) or other.is_inference():
         return False
-    return (one.shape, one.dtype, one.device, one.layout) == (other.shape, other.dtype, other.device, other.layout)
+    form = (tensor.shape, tensor.dtype, tensor.device, tensor.layout)
+    return form == (other.shape, other.dtype, other.device, other.layout)
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
@@ -127,9 +128,9 @@ def inside(root: nn.Module) -> list[nn.Module]:
         module = left.pop()
         if module not in found:
             found[module] = None
-            for one in reversed(list(child_dict(module).values())) if child_dict(module) else ():
-                if one is not None:
-                    left.append(one)
+            children = child_dict(module)
+            if children:  # most modules have none
+                left += [child for child in reversed(children.values()) if child is not None]
     return list(found)
 
 
