@@ -26,10 +26,10 @@ from trainwright.data.transforms.bucketing import Bucketed, bucketed
 from trainwright.data.transforms.padding import Nest, Pack, Pad, nest, pack, pad
 from trainwright.data.transforms.prefetching import prefetch
 from trainwright.data.transforms.zipped import Together, together
-from trainwright.distributed.batch_layout import Slice
 from trainwright.distributed.ddp import DDP
 from trainwright.distributed.fsdp import FSDP
-from trainwright.distributed.launcher import launch
+from trainwright.distributed.launch import launch
+from trainwright.distributed.mesh import Slice
 from trainwright.evaluation.reports import Report
 from trainwright.fit.early_stopping import EarlyStopping
 from trainwright.metrics.metrics import Derived, accuracy, over_all, top_k

@@ -25,7 +25,6 @@ from trainwright.core.suggestions import (
     refuse_unused_helpers,
     suggests,
 )
-from trainwright.distributed.ddp import DDP
 from trainwright.fit import arguments
 from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
 from trainwright.fit.record import NOT_RUNNING, StageRecord
@@ -46,6 +45,7 @@ from trainwright.update.window import Window, accumulation, rows_of
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
     from trainwright.checkpointing.checkpoint import Checkpoint
+    from trainwright.distributed.ddp import DDP
     from trainwright.distributed.fsdp import FSDP
     from trainwright.evaluation.reports import Asked, Report
     from trainwright.fit.boundary import Boundary

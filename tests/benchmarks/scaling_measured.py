@@ -40,7 +40,7 @@ def check(rounds: int) -> None:
     for size in SIZES:
         kind = "fitted" if size in SIZES[::2] else "predicted"
         line(f"all-reduce of {size:,} bytes, {kind}", ring(N, size, link), found[size])
-    line("`all_gather_object`, which `World.gather` is", objects(N, AGREED, link), found["gather"])
+    line("`all_gather_object`, which `World.all_gather` is", objects(N, AGREED, link), found["gather"])
     for name, predicted in updates_of(found, link).items():
         line(name, predicted, found["update"])
 

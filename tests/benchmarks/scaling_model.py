@@ -216,7 +216,7 @@ def noticed(n: int) -> float:
 
 
 def objects(n: int, size: float, link: Link) -> float:
-    """`World.gather`, torch's `all_gather_object`: the sizes, then the values; every process unpickles all of them."""
+    """`World.all_gather`, torch's `all_gather_object`: the sizes, then the values; each rank unpickles all."""
     return gathered(n, 8, link) + gathered(n, size, link) + n * ASSUMED.unpickle
 
 

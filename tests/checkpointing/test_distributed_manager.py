@@ -151,7 +151,7 @@ def twice_held(directory):
     other = CheckpointManager(Checkpoint(directory), "other") if world.is_main else None
     if other is not None:
         other.prepare(resuming=False)
-    world.wait()
+    world.barrier()
     said = error_of(keep, directory)
     if other is not None:
         other.release()

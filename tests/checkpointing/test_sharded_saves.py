@@ -98,7 +98,7 @@ def plain_into_shards(directory):
         manager.save(sharded_runs.tree_of(model, optimizer, 3), update=3, epoch=0)
         manager.completed(wait=True)
         manager.release()
-    world.wait()
+    world.barrier()
     state = sharded_runs.whole(model.state_dict()), sharded_runs.whole(optimizer.state_dict()["state"])
     sharded_runs.train(model, optimizer, 2, start=3)
     return state, sharded_runs.whole(model.state_dict()), sharded_runs.resume(directory)

@@ -25,7 +25,7 @@ from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data.batches import batches
 from trainwright.data.sources import open_source
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 Pair = namedtuple("Pair", ["rows", "twice"])
 

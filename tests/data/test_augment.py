@@ -13,7 +13,7 @@ from torch.utils.data import Dataset
 
 from trainwright import Augment, Checkpoint, DataError, Normalize, SettingError, Trainer, Updates, batches
 from trainwright.data.transforms.augment import Draws
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 MEAN, STD = (0.5, 0.4), (0.2, 0.3)
 

@@ -17,7 +17,7 @@ from trainwright import batches, bucketed, pad, sharded
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.sources import open_source
 from trainwright.data.transforms.bucketing import Bucketed
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 DRAWN = torch.Generator().manual_seed(5)
 LENGTHS = (torch.rand(300, generator=DRAWN) ** 2 * 60).long().tolist()
@@ -183,7 +183,7 @@ def test_rows_of_this_process_s_own_have_no_length_for_all() -> None:
     source: Any = open_source(sharded(made()))
     source.deal(Shard(1, 2))
     one = next(source.epoch(0))
-    assert (source.length, source.rows, source.batch_size, one.whole) == (None, None, None, None)
+    assert (source.length, source.rows, source.batch_size, one.all_rows) == (None, None, None, None)
 
 
 def test_other_lengths_are_other_data() -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from trainwright.data.batches import batches
 from trainwright.data.sources import open_source
-from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.mesh import Shard, Slice
 
 CASES = [(name, size) for name in ALL for size in (2, 3, 4) if size == 2 or ("2" not in name and "workers" not in name)]
 """Workers take their time, and know nothing of how many processes there are."""
@@ -27,7 +27,7 @@ def test_slices_of_all_processes_are_the_batch_of_one(name: str, size: int) -> N
         ranks = [read(one, alone.begun[epoch], epoch=epoch, rank=rank) for rank, one in enumerate(sources)]
         assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == whole
         for slices, rows in zip(zip(*ranks, strict=True), whole, strict=True):
-            assert [one.whole for one in slices] == [len(rows)] * size
+            assert [one.all_rows for one in slices] == [len(rows)] * size
             assert sum(one.rows for one in slices) == len(rows)
             for one in slices:
                 assert len(rows_of(one.batch)) == (one.rows or slices[0].rows)

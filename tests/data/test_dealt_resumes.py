@@ -15,7 +15,7 @@ from torch.utils.data.distributed import DistributedSampler
 from trainwright.core.rng import random_state
 from trainwright.data.batches import batches
 from trainwright.data.sharding import shard, sharded
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 CUTS = [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0)]
 KINDS: dict[str, dict[str, Any]] = {

@@ -262,7 +262,7 @@ def test_a_shard_is_told_in_the_thread_as_outside():
                 yield shard()
 
     from trainwright.data.sharding import reading_part
-    from trainwright.distributed.batch_layout import Shard
+    from trainwright.distributed.mesh import Shard
 
     with reading_part(Shard(2, 5)):
         read = iter(prefetch(Stream(), 3))

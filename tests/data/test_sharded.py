@@ -24,7 +24,7 @@ from trainwright.data.sharding import shard, sharded
 from trainwright.data.source import Source
 from trainwright.data.sources import open_source
 from trainwright.data.streams import Continuing
-from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.mesh import Shard, Slice
 
 
 def of_one_process(make: Callable[[], Any], rank: int, *, size: int = 2, epoch: int = 0) -> list[Any]:
@@ -48,7 +48,7 @@ STREAMS: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", STREAMS)
 def test_parts_of_a_stream_are_the_whole_over_all_processes(name: str, size: int) -> None:
     slices = [one for rank in range(size) for one in of_one_process(STREAMS[name], rank, size=size)]
-    assert all(type(one) is Slice and one.rows is None and one.whole is None for one in slices)
+    assert all(type(one) is Slice and one.rows is None and one.all_rows is None for one in slices)
     rows = [row for one in slices for row in np.atleast_1d(one.batch).tolist()]
     assert sorted(rows) == list(range(13))
 

@@ -18,7 +18,7 @@ from trainwright import batches, sharded, together
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data.sources import open_source
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 
 def numbers(batch: dict[str, Any]) -> dict[str, list[int]]:
@@ -383,7 +383,7 @@ def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
         source = open_source(data)
         source.deal(Shard(1, 2))
         one = next(source.epoch(0))
-        assert (one.rows, one.whole, source.length, source.sharded) == (None, None, None, True)
+        assert (one.rows, one.all_rows, source.length, source.sharded) == (None, None, None, True)
 
 
 def table_batches() -> Any:

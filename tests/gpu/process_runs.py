@@ -104,11 +104,11 @@ def check_ddp(device: torch.device) -> None:
 def check_sums(device: torch.device) -> None:
     """Sums and averages of one process are its own numbers, wherever they lie."""
     world = Group()
-    assert world.total(1.5, 2.0) == [1.5, 2.0]
-    assert world.gather({"a": 1}) == [{"a": 1}]
+    assert world.sum_numbers(1.5, 2.0) == [1.5, 2.0]
+    assert world.all_gather({"a": 1}) == [{"a": 1}]
     there, here = torch.arange(4.0, device=device), torch.arange(3.0)
-    world.sum(there)
-    world.sum(here)
+    world.all_reduce(there)
+    world.all_reduce(here)
     assert there.tolist() == [0, 1, 2, 3]
     assert here.tolist() == [0, 1, 2]
     parameters = list(blocks().to(device).parameters())

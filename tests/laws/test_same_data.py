@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDat
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data.dataloader import recognized
 from trainwright.data.sources import open_source
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 from . import faults_data
 from .same_data import DATA, ROWS, SAMPLERS, SETS, X, Y, check_batches, check_loader, check_training, exactly, seeded

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from trainwright.data.row_batches import Batches
-from trainwright.distributed.batch_layout import Shard
 from trainwright.distributed.ddp import Wrapped
+from trainwright.distributed.mesh import Shard
 from trainwright.distributed.world import Group
 from trainwright.evaluation import passes
 from trainwright.fit import rollback
@@ -136,7 +136,7 @@ def each_judges_by_its_own_numbers(patch: Patch) -> None:
     def alone(self: Boundary, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(LossTracker, "merge", lambda self, world: None)
-            inside.setattr(Group, "same", lambda self, value: value)
+            inside.setattr(Group, "broadcast", lambda self, value: value)
             inside.setattr(self.owner, "is_main", True)
             return validate(self, evaluate, **how)
 

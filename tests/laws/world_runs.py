@@ -194,7 +194,7 @@ def holding(check: Callable[..., None], *args: Any) -> list[list[float]]:
         result = fit(self, *data, **settings)
         for observer in self.observers:
             if hasattr(observer, "updates"):
-                cast(Any, observer).updates = self.world.same(cast(Any, observer).updates)
+                cast(Any, observer).updates = self.world.broadcast(cast(Any, observer).updates)
         trained.append(self.model)
         return result
 

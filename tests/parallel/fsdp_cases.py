@@ -12,8 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright import Gradients
-from trainwright.distributed.fsdp import FSDP, set_sync, shard
-from trainwright.distributed.gathered_weights import full_state_dict
+from trainwright.distributed.fsdp import FSDP, full_state_dict, set_sync, shard
 from trainwright.distributed.world import Group
 from trainwright.optim.fused import step_of
 
@@ -62,7 +61,7 @@ def sharded_net(world: Group | None = None, seed: int = 0, **settings: Any) -> N
 
 
 def group() -> Group:
-    return Group(local_rank=int(os.environ.get("LOCAL_RANK", "0")))
+    return Group(local_rank=int(os.environ.get("LOCAL_RANK", "0")), shards=True)
 
 
 def windows(sizes: list[list[int]]) -> list[list[tuple[Tensor, Tensor]]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,18 +210,18 @@ def test_processes_that_never_come_are_an_error_and_no_hang(says) -> None:
     with pytest.raises(
         DistributedError, match=r"rank 0: not all of the 2 processes .*\n.*missing: rank 1\n.*within 1 s"
     ):
-        as_world(SimpleNamespace(timeout=1.0, backend=None))
+        as_world(DDP(timeout=1.0))
 
 
 def test_one_process_looks_at_the_environment_alone(says, monkeypatch: pytest.MonkeyPatch) -> None:
     """A group takes imports and threads; nothing of that for a run of one process."""
     says({})
-    for name in ("peer_watch", "launcher", "launched", "launching"):
+    for name in ("peer_watch", "launch"):
         monkeypatch.delitem(sys.modules, f"trainwright.distributed.{name}", raising=False)
     world = as_world("auto")
     assert (world.rank, world.size, world.local_rank, world.is_main, world.device_index) == (0, 1, 0, True, None)
     error = ValueError()
-    assert world.blame(error) is error
-    with world.watched(lambda: "here"):
-        world.failed(error)
-    assert not [name for name in ("peer_watch", "launcher") if f"trainwright.distributed.{name}" in sys.modules]
+    assert world.cause_of(error) is error
+    with world.watch(lambda: "here"):
+        world.report_error(error)
+    assert not [name for name in ("peer_watch", "launch") if f"trainwright.distributed.{name}" in sys.modules]

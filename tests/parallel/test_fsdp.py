@@ -28,8 +28,7 @@ from fsdp_cases import (
 from torch import nn
 
 from trainwright import ClipNorm, ClipValue, Gradients
-from trainwright.distributed.fsdp import FSDP, follow, recover, retake, set_sync, shard
-from trainwright.distributed.gathered_weights import full_state_dict
+from trainwright.distributed.fsdp import FSDP, follow, full_state_dict, recover, retake, set_sync, shard
 from trainwright.modules.dtensors import full_tensor, is_sharded
 from world.pool import pool
 
@@ -143,7 +142,7 @@ def moved_between() -> float:
     with torch.no_grad():
         stepped = model(x)
         copy = net()
-        copy.load_state_dict(world.same(full_state_dict(model, world)))
+        copy.load_state_dict(world.broadcast(full_state_dict(model, world)))
         return float((stepped - copy(x)).abs().max())
 
 
@@ -248,7 +247,7 @@ def test_a_registered_method_and_a_block_may_be_called_in_a_step() -> None:
 
 def gathered() -> float:
     world = group()
-    return differ(world.same(full_state_dict(sharded_net(world), world)), net().state_dict())
+    return differ(world.broadcast(full_state_dict(sharded_net(world), world)), net().state_dict())
 
 
 def test_whole_weights_are_gathered_from_uneven_shards() -> None:

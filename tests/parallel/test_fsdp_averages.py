@@ -12,8 +12,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from trainwright import EMA, SWA
 from trainwright.core.durations import Updates
-from trainwright.distributed.fsdp import FSDP, shard
-from trainwright.distributed.gathered_weights import full_state_dict
+from trainwright.distributed.fsdp import FSDP, full_state_dict, shard
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import evaluating, untouched
 from world.pool import pool
@@ -52,7 +51,7 @@ def averaged(name: str) -> Any:
     with torch.no_grad():
         after = model(x)
     copy = net()
-    copy.load_state_dict(world.same(trained))
+    copy.load_state_dict(world.broadcast(trained))
     back = differ(full_state_dict(model, world), trained) if world.is_main else len(full_state_dict(model, world))
     return shown, output, back, float((after - copy(x)).detach().abs().max())
 

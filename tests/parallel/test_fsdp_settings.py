@@ -52,7 +52,7 @@ def test_a_setting_that_cannot_work_is_refused_when_it_is_given(settings: dict[s
 def test_settings_are_kept_as_what_they_mean() -> None:
     settings = FSDP([Block], methods=["encode"], reshard_after_forward=2, policy=policy(torch.bfloat16))
     assert settings.blocks == frozenset({Block}) and settings.methods == ("encode",)
-    assert str(settings) == "FSDP(blocks={Block})" and settings.needs_group
+    assert str(settings) == "FSDP(blocks={Block})" and settings.shards
 
 
 @pytest.mark.slow

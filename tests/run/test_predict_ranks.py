@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright import StepOutput, Trainer, batches
 from trainwright.data.sharding import sharded
-from trainwright.distributed.batch_layout import Slice
+from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import World
 from trainwright.evaluation import predictions
 from trainwright.evaluation.predictions import DistributedOutputs, _joined_slices
@@ -204,7 +204,7 @@ class Two(World):
     def __init__(self) -> None:
         self.gathered: list[Any] = []
 
-    def gather(self, value: Any) -> list[Any]:
+    def all_gather(self, value: Any) -> list[Any]:
         self.gathered.append(value)
         return [value, value]
 

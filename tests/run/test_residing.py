@@ -14,7 +14,7 @@ from trainwright.acceleration import device_dataset
 from trainwright.acceleration.transfer import Moving
 from trainwright.data.arrays import Table
 from trainwright.data.source import Source
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 META = torch.device("meta")
 X, Y = torch.arange(60.0).reshape(20, 3), torch.arange(20)

@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from trainwright.distributed.packing import packed, unpacked
-from trainwright.distributed.world import World
+from trainwright.distributed.world import World, packed, unpacked
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.metrics.metrics import accuracy
 from trainwright.metrics.reduce import reduce_to_rank0
@@ -31,7 +30,7 @@ class Two(World):
     def __init__(self, second: Any) -> None:
         self._second = second
 
-    def gather_on_main(self, value: Any) -> list[Any]:
+    def gather_on_rank0(self, value: Any) -> list[Any]:
         return [value, self._second]
 
 

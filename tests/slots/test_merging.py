@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from trainwright import Derived, MeanLoss, SettingError, StepOutput, SumLoss, Trainer
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 from trainwright.distributed.world import Group, World
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.metrics.metrics import accuracy, top_k
@@ -232,7 +232,7 @@ def test_shipped_metrics_need_nothing() -> None:
 
 def test_a_lone_process_gathers_nothing_and_keeps_what_it_has() -> None:
     class Silent(World):
-        def gather_on_main(self, value: Any) -> Any:
+        def gather_on_rank0(self, value: Any) -> Any:
             raise AssertionError
 
     meters = MetricSet({"hits": Whole(), "accuracy": accuracy})

@@ -73,7 +73,7 @@ def planned_alone() -> int | None:
 
 
 def compressed_beside_an_own_update() -> str:
-    """What is said to a compression that an `update` of one's own would not use."""
+    """The refusal of a compression beside a custom `update`."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = OwnUpdate(model, optimizer, nn.MSELoss(), console=False, parallel=DDP(compress="fp16"))
@@ -107,7 +107,7 @@ def stepped_by_hand() -> list[float]:
 
 
 def wrapped_already() -> str:
-    """What is said to a model in DistributedDataParallel."""
+    """The refusal of a model in DistributedDataParallel."""
     Trainer(nn.Linear(1, 1), console=False)
     wrapped = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
     with pytest.raises(SettingError) as raised:

@@ -12,17 +12,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from trainwright import DDP
 from trainwright.distributed.start import as_world
 from trainwright.distributed.world import World
-
-
-class Settings:
-    """What the `parallel` setting needs to have."""
-
-    backend = None
-
-    def __init__(self, timeout: float) -> None:
-        self.timeout = timeout
 
 
 def say(*words: object) -> None:
@@ -32,7 +24,7 @@ def say(*words: object) -> None:
 
 def total(world: World) -> float:
     """Add the ranks + 1 of all processes up; a second trainer's world is the same group."""
-    [summed] = as_world("auto").total(world.rank + 1)
+    [summed] = as_world("auto").sum_numbers(world.rank + 1)
     say("rank", world.rank, "local", world.local_rank, "of", world.size, "sum", summed)
     return summed
 
@@ -40,12 +32,12 @@ def total(world: World) -> float:
 def updates(world: World, do: str, *, on: int = 1) -> None:
     """Run updates, each with a collective, as a fit does; in the third, one rank does something else."""
     update = 0
-    with world.watched(lambda: f"update {update}"):
+    with world.watch(lambda: f"update {update}"):
         for update in range(6):
             if update == 3 and world.rank == on:
-                time.sleep(1.2)  # so that the others have heard of this one there
+                time.sleep(1.2)  # so that the others have read a heartbeat of it from there
                 DEEDS[do]()
-            world.wait()
+            world.barrier()
 
 
 def fail() -> None:
@@ -68,9 +60,9 @@ DEEDS = {"fail": fail, "stop": stop, "kill": kill, "sleep": sleep}
 
 
 def main(kind: str, *, timeout: float = 60.0, on: int = 1) -> float | None:
-    """Find the others and do what `kind` says; return what `total` gives."""
+    """Find the other ranks and run `kind`; return the result of `total`."""
     torch.set_num_threads(1)
-    world = as_world(Settings(timeout))
+    world = as_world(DDP(timeout=timeout))
     if kind == "total":
         return total(world)
     return updates(world, kind, on=on)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 PROGRAM = Path(__file__).with_name("programs.py")
-SAYS_SO = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
 @dataclass
@@ -82,7 +82,7 @@ def started(
     commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]] = ()
 ) -> Iterator[list[subprocess.Popen[str]]]:
     """Start commands at once, each in a session of its own; nothing of them is left afterwards."""
-    clean = {name: value for name, value in os.environ.items() if name not in SAYS_SO and "SLURM" not in name}
+    clean = {name: value for name, value in os.environ.items() if name not in VARIABLES and "SLURM" not in name}
     clean |= {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     processes = []
     try:

@@ -155,13 +155,13 @@ def trainer_of(case: Case, directory: Path | None, **more: Any) -> Watching:
 
 
 class Notes(Observer):
-    """Keeps what the header says."""
+    """Records the notes of the header."""
 
     def __init__(self) -> None:
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def on_fit_start(self, plan: Any) -> None:
-        self.said += plan.notes
+        self.lines += plan.notes
 
 
 def train(
@@ -195,7 +195,7 @@ def train(
         "stopped": result.stopped,
         "ended": ended,
         "updates": result.updates,
-        "said": notes.said,
+        "notes": notes.lines,
         "warned": [str(one.message) for one in warned],
         "left": left_by(trainer),
         "weights": {name: value.detach().clone() for name, value in trainer.model.state_dict().items()},

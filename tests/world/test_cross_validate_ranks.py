@@ -43,13 +43,13 @@ def without_a_seed() -> str:
     return str(caught.value)
 
 
-def test_every_process_finds_what_one_process_finds() -> None:
+def test_every_rank_gets_the_result_of_one_process() -> None:
     expected, outputs = by_each(3)
-    for told, predictions in pool(2).run(by_each, 3):
-        assert told["rows"] == expected["rows"]
-        assert told["mean"] == pytest.approx(expected["mean"]) and told["std"] == pytest.approx(expected["std"])
+    for result, predictions in pool(2).run(by_each, 3):
+        assert result["rows"] == expected["rows"]
+        assert result["mean"] == pytest.approx(expected["mean"]) and result["std"] == pytest.approx(expected["std"])
         torch.testing.assert_close(predictions, outputs)
 
 
-def test_without_a_seed_every_process_says_so() -> None:
-    assert all("each would draw its own" in told for told in pool(2).run(without_a_seed))
+def test_a_missing_seed_is_refused_on_every_rank() -> None:
+    assert all("each would draw its own" in result for result in pool(2).run(without_a_seed))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -15,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from trainwright.core.errors import DistributedError, SettingError
-from trainwright.distributed.launcher import launch
+from trainwright.distributed.launch import launch
 from trainwright.distributed.start import as_world
 from world import programs
 from world.programs_run import how_it_ends, started
@@ -24,7 +25,7 @@ SECONDS = 60
 
 SCRIPT = """
 import os, signal, sys, time
-from trainwright.distributed.launcher import launch
+from trainwright.distributed.launch import launch
 from trainwright.distributed.start import as_world
 
 def main(kind):
@@ -37,7 +38,7 @@ def main(kind):
         time.sleep(0.7)  # a second one would break it off
         os.write(1, f"rank {world.rank} saves\\n".encode())
         raise
-    return world.total(world.rank + 1)
+    return world.sum_numbers(world.rank + 1)
 
 GUARD:
     print(launch(main, sys.argv[1], processes=2))
@@ -83,7 +84,7 @@ def test_a_closure_runs_in_copies_of_this_process() -> None:
     def main(times: float) -> tuple[bool, list[float], torch.Tensor]:
         world = as_world("auto")
         alone = os.getpgrp() == os.getpid()  # Ctrl-C comes once, from the launcher, and not from the terminal too
-        return os.getppid() == here and alone, world.total(world.rank + 1), weights * times
+        return os.getppid() == here and alone, world.sum_numbers(world.rank + 1), weights * times
 
     copied, total, value = launch(main, 2.0, processes=3, timeout=SECONDS)
     assert copied
@@ -95,7 +96,7 @@ def test_a_copy_computes_on_after_threads_and_a_backward_here() -> None:
     """OpenMP's threads do not come along: without care the first large product of a copy never ends."""
     code = """
 import torch
-from trainwright.distributed.launcher import launch
+from trainwright.distributed.launch import launch
 torch.set_num_threads(2)
 layer, rows = torch.nn.Linear(512, 512), torch.randn(2048, 512)
 layer(rows).sum().backward()
@@ -114,7 +115,7 @@ def test_a_script_from_stdin_is_launched_too() -> None:
     assert all(gone(pid) for pid in pids(out))
 
 
-def test_a_script_file_is_launched_and_one_without_a_guard_is_told_once(tmp_path: Path) -> None:
+def test_a_script_file_is_launched_and_one_without_a_guard_is_refused_once(tmp_path: Path) -> None:
     code, out, err = run_script(as_script(tmp_path / "guarded.py"), "go")
     assert (code, out.splitlines()[-1], err) == (0, "[3.0]", "")
     code, out, err = run_script(as_script(tmp_path / "bare.py", "if True"), "go")
@@ -124,12 +125,12 @@ def test_a_script_file_is_launched_and_one_without_a_guard_is_told_once(tmp_path
     assert 'fix   if __name__ == "__main__":' in err
 
 
-def test_the_traceback_of_the_process_that_failed_is_shown_once() -> None:
+def test_the_traceback_of_the_failed_rank_is_shown_once() -> None:
     def main() -> None:
         world = as_world("auto")
         if world.rank == 1:
             raise KeyError("row 17")
-        world.wait()
+        world.barrier()
 
     with pytest.raises(DistributedError, match=r"^rank 1 of 2 has failed: KeyError: 'row 17'$") as raised:
         launch(main, processes=2, timeout=SECONDS)
@@ -137,7 +138,7 @@ def test_the_traceback_of_the_process_that_failed_is_shown_once() -> None:
     assert 'raise KeyError("row 17")' in str(raised.value.__cause__)
 
 
-def test_ctrl_c_lets_every_process_save_and_ends_all() -> None:
+def test_ctrl_c_ends_all_ranks_after_each_has_saved() -> None:
     with started([[sys.executable, *AT_A_PROMPT, "wait"]]) as [process]:
         assert process.stdout is not None
         lines = [process.stdout.readline() for _ in range(2)]
@@ -178,7 +179,7 @@ def test_a_value_that_cannot_be_sent_back_is_refused_and_an_exit_without_an_erro
         launch(lambda: sys.exit(3), processes=2, timeout=SECONDS)
 
 
-def test_what_can_neither_be_imported_nor_copied_is_refused_with_both_reasons() -> None:
+def test_a_function_that_can_neither_be_imported_nor_copied_is_refused_with_both_reasons() -> None:
     over = threading.Event()
     thread = threading.Thread(target=over.wait, name="reader")
     thread.start()
@@ -189,6 +190,43 @@ def test_what_can_neither_be_imported_nor_copied_is_refused_with_both_reasons() 
         over.set()
         thread.join()
     assert launch(lambda: 1, processes=2, timeout=SECONDS) == 1
+
+
+def test_a_copy_is_refused_where_a_gpu_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(SettingError, match=r"(?s)cannot import it: .*cannot be copied: CUDA is in use here already"):
+        launch(lambda: None, processes=2)
+
+
+def test_signal_handlers_and_the_environment_of_the_caller_stay_as_they_were() -> None:
+    numbers = [getattr(signal, f"SIG{name}") for name in ("INT", "TERM", "USR1", "HUP", "QUIT", "CHLD")]
+    before, variables = [signal.getsignal(number) for number in numbers], dict(os.environ)
+    assert launch(lambda: 1, processes=2, timeout=SECONDS) == 1
+    with pytest.raises(DistributedError):
+        launch(lambda: sys.exit(3), processes=2, timeout=SECONDS)
+    assert [signal.getsignal(number) for number in numbers] == before
+    assert dict(os.environ) == variables
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_a_copy_after_an_error_does_not_wait_for_the_store_of_the_launch_before() -> None:
+    """The traceback holds frames of `launch`, and a copy collects them."""
+
+    def fail() -> None:
+        raise ValueError("row 3")
+
+    def collect() -> int:
+        gc.collect()
+        return 2
+
+    with pytest.raises(DistributedError) as raised:
+        launch(fail, processes=2, timeout=SECONDS)
+    frames, step = [], raised.value.__traceback__
+    while step is not None:
+        frames.append(step.tb_frame)
+        step = step.tb_next
+    assert frames and not any(type(one).__name__ == "TCPStore" for frame in frames for one in frame.f_locals.values())
+    assert launch(collect, processes=2, timeout=SECONDS) == 2
 
 
 def test_launch_inside_processes_that_belong_together_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

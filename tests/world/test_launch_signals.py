@@ -14,16 +14,16 @@ SECONDS = 60
 
 WAITS = """
 import os, signal, sys, time
-from trainwright.distributed.launcher import launch
+from trainwright.distributed.launch import launch
 
 def main():
-    told = []
-    signal.signal(signal.SIGTERM, lambda *_: told.append(1))
+    signals = []
+    signal.signal(signal.SIGTERM, lambda *_: signals.append(1))
     os.write(1, b"waits\\n")
-    while not told:
+    while not signals:
         time.sleep(0.05)
     time.sleep(0.7)
-    os.write(1, f"rank {os.environ['RANK']} saves, told {len(told)} times\\n".encode())
+    os.write(1, f"rank {os.environ['RANK']} saves after {len(signals)} signal\\n".encode())
     return bytes(2**22)  # more than a pipe holds
 
 try:
@@ -60,7 +60,7 @@ def test_sigterm_is_passed_on_once_and_ends_the_launcher_after_its_processes() -
         process.send_signal(signal.SIGTERM)
         end = how_it_ends(process, SECONDS)
     lines = end.out.splitlines()
-    assert sorted(lines[:2]) == [f"rank {rank} saves, told 1 times" for rank in range(2)]
+    assert sorted(lines[:2]) == [f"rank {rank} saves after 1 signal" for rank in range(2)]
     assert lines[2:] == ["the end"]
     assert (end.code, end.err) == (128 + signal.SIGTERM, "")
 

@@ -42,7 +42,7 @@ def test_answers_come_by_rank_and_the_ranks_share_a_group(ranks2: Pool) -> None:
     assert ranks2.run(add_ranks) == [(0, 1.0), (1, 1.0)]
 
 
-def test_processes_live_on_between_calls_and_after_errors(ranks2: Pool) -> None:
+def test_processes_stay_between_calls_and_after_errors(ranks2: Pool) -> None:
     before = ranks2.run(process_id)
     with pytest.raises(RankFailed, match=r"(?s)rank 1 of 2.*in fail_on.*ValueError: wrong on 1"):
         ranks2.run(fail_on, 1)

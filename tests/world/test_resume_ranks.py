@@ -44,7 +44,7 @@ def differences(whole: dict[str, Any], again: dict[str, Any], update: int, *, su
 
 
 @pytest.mark.parametrize("name", EXACT)
-def test_a_resume_on_two_processes_is_the_undisturbed_run_bit_for_bit(ranks2: Pool, tmp_path: Path, name: str) -> None:
+def test_a_resume_on_two_ranks_is_the_undisturbed_run_bit_for_bit(ranks2: Pool, tmp_path: Path, name: str) -> None:
     case, updates = EXACT[name]
     each = ranks2.run(from_each, case, tmp_path, updates, seconds=SECONDS)
     for rank, ran in enumerate(each):
@@ -64,7 +64,7 @@ def close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["batches", "loader"])
-def test_a_resume_on_three_processes_is_the_undisturbed_run(ranks3: Pool, tmp_path: Path, name: str) -> None:
+def test_a_resume_on_three_ranks_is_the_undisturbed_run(ranks3: Pool, tmp_path: Path, name: str) -> None:
     """The first window after a start adds gradients up in another order than torch's DDP: three numbers then differ
     in their last bit, two never do. What is drawn and read has no sums, and is the same to the bit."""
     case, _ = EXACT[name]

@@ -1,4 +1,4 @@
-"""A run that was left on some processes goes on, on any other number of them, with the rows that come next."""
+"""A run resumes on any number of ranks with the rows that come next."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def on(request: pytest.FixtureRequest) -> Any:
 
 
 def from_cut(case: Case, root: Path, update: int) -> dict[str, Any]:
-    """What a run comes to that goes on after `update`."""
+    """The result of a run that is resumed after `update`."""
     return train(case, cut(root, update), resume="auto")
 
 
@@ -54,7 +54,7 @@ def rows_of(each: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.mark.parametrize("data", CASES)
-def test_a_run_goes_on_on_any_number_of_processes_from_any(on: Any, tmp_path: Path, data: str) -> None:
+def test_a_run_resumes_on_any_number_of_ranks_from_any(on: Any, tmp_path: Path, data: str) -> None:
     case, at = CASES[data], AT[data]
     alone = train(case, None)
     expected = rows_of([alone])
@@ -85,17 +85,15 @@ def assert_close(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], w
         assert float((value - other[name]).abs().max()) <= 1e-12 * scale, (where, name)
 
 
-def test_a_model_with_noise_goes_on_with_the_same_rows_and_the_first_process_s_statistics(
-    on: Any, tmp_path: Path
-) -> None:
+def test_a_model_with_noise_resumes_with_the_same_rows_and_the_statistics_of_rank_0(on: Any, tmp_path: Path) -> None:
     case = Case(data="loader", workers=2)
     whole = on(2, train, case, tmp_path / "whole")
     for number in (1, 3):
         each = on(number, from_cut, case, moved_to(tmp_path, number), 9)
         assert rows_of(each) == rows_of(whole)[9:]
         for rank, one in enumerate(each):
-            for told in (one["said"], one["warned"]):
-                assert any("the random draws of workers are not" in line for line in told) == (rank == 0), (rank, told)
+            for lines in (one["notes"], one["warned"]):
+                assert any("the random draws of workers are not" in line for line in lines) == (rank == 0), lines
     on_three = [one["trace"][0]["torch"] for one in each]
     assert len(set(on_three)) == 3, "each process draws numbers of its own"
 
@@ -114,7 +112,7 @@ def refused(case: Case, root: Path, update: int) -> str:
     return str(raised.value)
 
 
-def test_rows_per_process_go_on_on_as_many_processes_alone(on: Any, tmp_path: Path) -> None:
+def test_rows_per_rank_resume_on_the_same_number_of_ranks_only(on: Any, tmp_path: Path) -> None:
     case = Case(per_rank=True)
     on(2, train, case, tmp_path / "whole")
     for number in (1, 3):
@@ -123,7 +121,7 @@ def test_rows_per_process_go_on_on_as_many_processes_alone(on: Any, tmp_path: Pa
             assert "2 processes, as when it was saved: per_rank counts the rows of each" in error, error
 
 
-def test_a_stream_goes_on_on_another_number_of_processes_between_two_epochs_alone(on: Any, tmp_path: Path) -> None:
+def test_a_stream_resumes_on_another_number_of_ranks_between_two_epochs_only(on: Any, tmp_path: Path) -> None:
     inside, between = (Case(data="stream", noise=False, saves=saves) for saves in (Updates(1), Epochs(1)))
     on(2, train, inside, tmp_path / "inside" / "whole")
     on(2, train, between, tmp_path / "between" / "whole")

@@ -49,7 +49,7 @@ def signalled(case: Case, root: Path, number: int, ranks: list[int]) -> dict[str
 
 @pytest.mark.parametrize("ranks", [[0], [1], [0, 1]], ids=["to the first", "to the second", "to both"])
 @pytest.mark.parametrize("number", ENDS, ids=NAMES.values())
-def test_all_processes_end_after_the_same_update_and_go_on(
+def test_all_ranks_stop_after_the_same_update_and_resume(
     ranks2: Pool, tmp_path: Path, number: int, ranks: list[int]
 ) -> None:
     each = ranks2.run(signalled, CASE, tmp_path, number, ranks, seconds=SECONDS)
@@ -62,7 +62,7 @@ def test_all_processes_end_after_the_same_update_and_go_on(
         assert not differences(ran["whole"], ran["again"], ended["updates"])
 
 
-def test_of_two_signals_to_two_processes_all_obey_one(ranks2: Pool, tmp_path: Path) -> None:
+def test_two_signals_to_two_ranks_stop_all_by_one_of_them(ranks2: Pool, tmp_path: Path) -> None:
     each = ranks2.run(two_signals, CASE, tmp_path, seconds=SECONDS)
     assert each == [each[0]] * 2
     assert each[0][0] in ENDS.values()
@@ -90,7 +90,7 @@ def stopped(case: Case, root: Path, rank: int) -> tuple[str, str, int, list[str]
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_stop_on_one_process_stops_all(ranks2: Pool, tmp_path: Path, rank: int) -> None:
+def test_a_stop_on_one_rank_stops_all(ranks2: Pool, tmp_path: Path, rank: int) -> None:
     each = ranks2.run(stopped, CASE, tmp_path, rank, seconds=SECONDS)
     assert each == [each[0]] * 2
     ended, why, updates, saved = each[0]
@@ -112,7 +112,7 @@ def slow(case: Case, root: Path) -> tuple[str, int, float]:
     return ran["ended"], ran["updates"], time.monotonic() - begin
 
 
-def test_a_signal_waits_for_the_slowest_process(ranks2: Pool, tmp_path: Path) -> None:
+def test_a_signal_waits_for_the_slowest_rank(ranks2: Pool, tmp_path: Path) -> None:
     (one, updates, seconds), (other, its_updates, _) = ranks2.run(slow, CASE, tmp_path, seconds=SECONDS)
     assert one == other == "Stopped(143)"
     assert updates == its_updates and 1.0 < seconds < 150

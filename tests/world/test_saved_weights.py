@@ -58,21 +58,21 @@ def save_into(path: Path) -> str:
 @pytest.mark.slow
 def test_a_write_that_fails_is_an_error_of_every_rank(ranks2: Pool, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for said in ranks2.run(save_into, tmp_path / "file" / "net.safetensors"):
-        assert said.startswith(f"{tmp_path / 'file' / 'net.safetensors'} could not be written")
+    for text in ranks2.run(save_into, tmp_path / "file" / "net.safetensors"):
+        assert text.startswith(f"{tmp_path / 'file' / 'net.safetensors'} could not be written")
 
 
 class Second(World):
-    """Rank 1 of two, to which rank 0 says what it is made with, once `before` has been done."""
+    """Rank 1 of two, which receives `sent` from rank 0 after `before`."""
 
     rank, size = 1, 2
 
-    def __init__(self, said: tuple[str, ...], before: Any) -> None:
-        self.said, self.before = said, before
+    def __init__(self, sent: tuple[str, ...], before: Any) -> None:
+        self.sent, self.before = sent, before
 
-    def same(self, value: Any) -> Any:
+    def broadcast(self, value: Any) -> Any:
         self.before()
-        return self.said
+        return self.sent
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import os
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from trainwright import DDP
 from trainwright.core.errors import DistributedError, SettingError
-from trainwright.distributed.launcher import launch
+from trainwright.distributed.launch import launch
 from trainwright.distributed.start import as_world
 from world.pool import Pool
 
@@ -19,7 +19,7 @@ def refused(device_type: str, backend: str | None, stated: str | None) -> str:
     if stated is not None:
         os.environ["WORLD_SIZE"] = stated
     try:
-        as_world(SimpleNamespace(timeout=60, backend=backend), device_type)
+        as_world(DDP(timeout=60, backend=backend), device_type)
     except SettingError as error:
         return str(error)
     finally:
@@ -28,7 +28,7 @@ def refused(device_type: str, backend: str | None, stated: str | None) -> str:
 
 
 def settings_share_a_group() -> list[float]:
-    worlds = [as_world("auto"), as_world(SimpleNamespace(timeout=7, backend=None)), as_world("auto")]
+    worlds = [as_world("auto"), as_world(DDP(timeout=7)), as_world("auto")]
     assert worlds[0] is worlds[2] and worlds[0].size == dist.get_world_size()
     return [world.timeout for world in worlds]
 
@@ -52,13 +52,13 @@ def test_trainers_of_a_process_share_the_group_and_keep_their_settings(ranks2: P
     assert ranks2.run(settings_share_a_group) == [[300.0, 7, 300.0]] * 2
 
 
-def test_what_is_wrong_on_one_process_is_told_to_all() -> None:
+def test_a_wrong_setting_on_one_rank_is_refused_on_all() -> None:
     """The others would wait for one that has given up."""
 
     def main() -> str:
         missing = "mpi" if os.environ["RANK"] == "1" else None
         with pytest.raises(SettingError) as raised:
-            as_world(SimpleNamespace(timeout=20, backend=missing))
+            as_world(DDP(timeout=20, backend=missing))
         return str(raised.value)
 
     text = launch(main, processes=2, timeout=30)
@@ -66,21 +66,21 @@ def test_what_is_wrong_on_one_process_is_told_to_all() -> None:
     assert "this torch has no backend 'mpi' for several processes on cpu\n  have  torch" in text
 
 
-def test_a_process_that_goes_before_all_have_met_is_missed_and_not_waited_for() -> None:
+def test_a_rank_that_ends_before_the_rendezvous_is_reported_as_missing() -> None:
     def main() -> str:
         if os.environ["RANK"] == "1":
             return ""
         with pytest.raises(DistributedError) as raised:
-            as_world(SimpleNamespace(timeout=1, backend=None))
+            as_world(DDP(timeout=1))
         return str(raised.value)
 
     text = launch(main, processes=2, timeout=30)
-    assert text.startswith("rank 0: the 2 processes have not met at 127.0.0.1:")
+    assert text.startswith("rank 0: not all of the 2 processes have connected to 127.0.0.1:")
     assert "rank 1 has not come within 1 s" in text
 
 
 @pytest.mark.gpu
-def test_two_processes_do_not_share_a_device_unawares() -> None:
+def test_two_ranks_on_one_device_are_refused() -> None:
     if torch.cuda.device_count() != 1:
         pytest.skip("for one device")
     with pytest.raises(DistributedError, match=r"ranks 0 and 1 on .* would both use the device"):

@@ -36,10 +36,10 @@ def test_a_job_that_is_killed_three_times_ends_as_one_that_never_was(undisturbed
     assert job.kills == ["backward", "save", "validation"], job.output
     assert judged(undisturbed, job).word == "ok", (judged(undisturbed, job), job.output)
     begins = [line["update"] for line in job.told[1] if line["what"] == "begins"]
-    assert len(begins) == 4 and begins == sorted(begins) and begins[1] > 15, "each attempt goes on from a checkpoint"
+    assert len(begins) == 4 and begins == sorted(begins) and begins[1] > 15, "each attempt resumes from a checkpoint"
 
 
-def test_an_error_of_one_process_ends_the_job_within_seconds_and_the_other_names_it(tmp_path: Path) -> None:
+def test_an_error_on_one_rank_ends_the_job_within_seconds_and_the_other_names_it(tmp_path: Path) -> None:
     plan = [{"attempt": 0, "rank": 1, "do": "raise", "at": "update", "number": 10}]
     job = run(tmp_path / "job", plan, restarts=0, limit=LIMIT)
     planned = next(line["time"] for line in job.told[1] if line["what"] == "planned")
@@ -55,7 +55,7 @@ def test_an_error_of_one_process_ends_the_job_within_seconds_and_the_other_names
 
 
 def by_environment(directory: Path, plan: list[dict[str, object]], *, timeout: float) -> list[str]:
-    """Run two processes without a launcher until the first has ended; what they said.
+    """Run two processes without a launcher until the first has ended; return their output.
 
     torchrun itself would wait 30 seconds for a process that is stopped.
     """
@@ -78,18 +78,18 @@ def planned_at(directory: Path, rank: int) -> float:
 
 def test_a_stopped_process_ends_the_job_after_the_time_out_which_names_it(tmp_path: Path) -> None:
     plan: list[dict[str, object]] = [{"attempt": 0, "rank": 1, "do": "stop", "at": "update", "number": 10}]
-    said, _ = by_environment(tmp_path / "job", plan, timeout=2.0)
+    printed, _ = by_environment(tmp_path / "job", plan, timeout=2.0)
     ended = (tmp_path / "job" / "log-0").stat().st_mtime
-    assert "rank 1 does not answer" in said and "a word from every process within 2 s" in said, said
-    assert "killed_training.py:" in said, "the line where it stands"
+    assert "rank 1 does not answer" in printed and "a heartbeat of every process within 2 s" in printed, printed
+    assert "killed_training.py:" in printed, "the line that it runs"
     assert 1.5 < ended - planned_at(tmp_path / "job", 1) < 25
 
 
 def test_a_collective_on_one_process_alone_ends_in_a_time_out_with_its_line(tmp_path: Path) -> None:
     plan: list[dict[str, object]] = [{"attempt": 0, "rank": 0, "do": "collective", "at": "update", "number": 10}]
-    said, its = by_environment(tmp_path / "job", plan, timeout=2.0)
+    printed, its = by_environment(tmp_path / "job", plan, timeout=2.0)
     line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "dist.barrier()" in text)
-    assert f'killed_training.py", line {line}' in said or f"killed_training.py:{line}" in said + its, (said, its)
+    assert f'killed_training.py", line {line}' in printed or f"killed_training.py:{line}" in printed + its
 
 
 def test_a_signal_to_torchrun_ends_all_processes_after_the_same_update_with_a_save(tmp_path: Path) -> None:
@@ -110,7 +110,7 @@ def test_a_signal_to_torchrun_ends_all_processes_after_the_same_update_with_a_sa
 
 
 def wait_for(path: Path, what: str, pid: int) -> None:
-    """Wait until a process has told a line of this kind."""
+    """Wait until a process has written a line of this kind."""
     end = time.monotonic() + LIMIT
     while not (path.exists() and f'"what": "{what}"' in path.read_text()):
         assert time.monotonic() < end and os.path.exists(f"/proc/{pid}"), children_of(pid)

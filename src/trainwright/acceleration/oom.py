@@ -24,7 +24,7 @@ from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
 from trainwright.core.trees import parameters_of, tensors_in
 from trainwright.data.cutting import cut, rows_of
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import free_transfer_memory

@@ -28,6 +28,8 @@ def fast_path(owner: Owner) -> str:
 
 def _together(owner: Owner) -> str:
     """How gradients of several processes become one, and what is sent beside them; nothing for one process."""
+    from trainwright.distributed.ddp import DDP  # few runs need it
+
     size, hooks, settings = owner.world.size, owner._hooks, owner.parallel
     if size == 1:
         return ""
@@ -36,4 +38,5 @@ def _together(owner: Owner) -> str:
         return f"; gradients of {size} processes are reduced to shards during backward{beside}"
     if hooks.overrides_update or hooks.overrides_compute_gradients:
         return f"; gradients of {size} processes are averaged after backward: an `update` of your own reads them"
-    return f"; gradients of {size} processes are averaged during backward{beside if settings.compress else ''}"
+    compresses = isinstance(settings, DDP) and settings.compress is not None
+    return f"; gradients of {size} processes are averaged during backward{beside if compresses else ''}"

@@ -45,7 +45,7 @@ def on_rank_zero(world: World, do: Callable[[], T]) -> T:
     except BaseException as error:
         _send_error(world, error)
         raise
-    world.same(("result", result, ""))
+    world.broadcast(("result", result, ""))
     return result
 
 
@@ -64,14 +64,14 @@ def _receive(world: World) -> Any:
     """Return the result of rank 0, or raise its error."""
     sent: Any = ("beat",)
     while sent[0] == "beat":
-        sent = world.same(None)
+        sent = world.broadcast(None)
     if sent[0] == "error":
         raise _error_of(sent[1], sent[2])
     return sent[1]
 
 
 def _send_error(world: World, error: BaseException) -> None:
-    world.same(("error", type(error).__name__, str(error)))
+    world.broadcast(("error", type(error).__name__, str(error)))
     if isinstance(error, Exception):
         raised_everywhere(error)
 
@@ -91,7 +91,7 @@ def _beating(world: World) -> Iterator[None]:
     def beat() -> None:
         with suppress(RuntimeError):  # a dead rank: the next collective raises
             while not done.wait(BEAT):
-                world.same(("beat",))
+                world.broadcast(("beat",))
 
     thread = threading.Thread(target=beat, name="trainwright beat", daemon=True)
     thread.start()
@@ -124,7 +124,7 @@ def load_on_all_ranks(
     except BaseException as error:
         _send_error(world, error)
         raise
-    world.same(("loaded", loaded is not None))
+    world.broadcast(("loaded", loaded is not None))
     return loaded
 
 
@@ -134,9 +134,9 @@ class _OtherDirectoryError(Exception):
 
 def _read_on_all(world: World, path: Path, read: Callable[[Path], Loaded]) -> Loaded:
     """Read a checkpoint on every rank; CheckpointError if any of them cannot."""
-    world.same(("read", path.absolute()))
+    world.broadcast(("read", path.absolute()))
     loaded, error, verdict = _try(world, path, read)
-    verdicts = world.gather(verdict)
+    verdicts = world.all_gather(verdict)
     if error is not None:
         raise error
     unseen = [where for state, where, _ in verdicts if state == "unseen"]
@@ -156,14 +156,14 @@ def _follow(world: World, read: Callable[[Path], Loaded]) -> Loaded | None:
     """Read each candidate of rank 0, until it has loaded one or given up."""
     loaded: Loaded | None = None
     while True:
-        order: Any = world.same(None)
+        order: Any = world.broadcast(None)
         if order[0] == "error":
             raise _error_of(order[1], order[2])
         if order[0] == "loaded":
             return loaded if order[1] else None
         loaded = None  # at most one checkpoint is in memory
         loaded, error, verdict = _try(world, order[1], read)
-        world.gather(verdict)
+        world.all_gather(verdict)
         if error is not None and not isinstance(error, Exception):
             raise error
 

@@ -100,7 +100,7 @@ class DistributedCheckpointManager(CheckpointManager):
         self._sharded_saves = 0
         if not self.world.is_main:
             self._shard_writer = Writer("trainwright shards", async_save=self.settings.async_save)
-        unseen = [where for where in self.world.gather("" if _appears(probe) else rank_name(self.world)) if where]
+        unseen = [where for where in self.world.all_gather("" if _appears(probe) else rank_name(self.world)) if where]
         if self.world.is_main:
             with suppress(OSError):
                 probe.rmdir()

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import Subset, TensorDataset
 
 from trainwright.core.errors import DataError
-from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.mesh import Shard, Slice
 
 AT_ONCE = 1 << 20
 """Bytes up to which the rows of an epoch are gathered at once: more would not stay in the cache."""

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainwright.core.errors import DataError
 from trainwright.core.trees import mapping_like, sequence_like
-from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.mesh import Shard, Slice
 
 _PLAIN = (str, bytes, int, float, complex, np.generic, type(None))
 

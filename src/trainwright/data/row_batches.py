@@ -21,7 +21,7 @@ from trainwright.data.generators import Generators, hidden_in, is_stateful
 from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.source import Source, shallow_copy
 from trainwright.data.stateful import OwnState
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -163,7 +163,7 @@ class Batches(Source):
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = f"at most {self._size}" if self._settings.varies else str(self._size)
         if self._part is not None:
-            size = f"{size} on each process" if self.sharded else self._part.told(self._size)
+            size = f"{size} on each process" if self.sharded else self._part.layout_text(self._size)
         return f"{rows}batches of {size} from {self._data.describe()}, {order}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:

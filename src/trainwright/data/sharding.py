@@ -10,7 +10,7 @@ from typing import Any
 
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.source import Source
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 _END = object()
 
@@ -46,7 +46,7 @@ def shard() -> tuple[int, int]:
     from torch.utils.data import get_worker_info
 
     part = _here.part
-    rank, size = place() if part is None else (part.rank, part.size)
+    rank, size = _rank_and_size() if part is None else (part.rank, part.size)
     info = get_worker_info()
     worker, workers = (0, 1) if info is None else (info.id, info.num_workers)
     return rank * workers + worker, size * workers
@@ -109,13 +109,12 @@ def is_alone_in_job() -> bool:
 def matches_environment(part: Shard) -> bool:
     """Return whether the environment gives this process the same rank and number of processes as the run."""
     try:
-        return place() == (part.rank, part.size)
+        return _rank_and_size() == (part.rank, part.size)
     except SettingError:
         return False
 
 
-def place() -> tuple[int, int]:
-    """Return rank and number of the processes by the environment."""
-    from trainwright.distributed import place as told_by
+def _rank_and_size() -> tuple[int, int]:
+    from trainwright.distributed.environment import rank_and_size  # few runs read it
 
-    return told_by.place()
+    return rank_and_size()

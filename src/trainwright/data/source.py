@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import torch
 
 from trainwright.core.errors import DataError
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 S = TypeVar("S")
 
@@ -66,7 +66,7 @@ class Source:
             name = type(self).__name__
             raise DataError(
                 f"the source {name} does not deal its batches to {part.size} processes",
-                want="deal(part), after which epoch(...) gives a Slice(batch, rows, whole) for each batch",
+                want="deal(part), after which epoch(...) gives a Slice(batch, rows, all_rows) for each batch",
                 fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
             )
 

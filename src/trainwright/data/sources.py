@@ -21,7 +21,7 @@ from trainwright.data.dataloader.position import PER_EPOCH, check_kind
 from trainwright.data.row_batches import Batches
 from trainwright.data.sharding import Sharded, matches_environment, reading_part
 from trainwright.data.source import Source, shallow_copy
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 _FORMS = (
     "batches(...), a DataLoader, a Dataset, a tensor or array or a tuple of them with batch_size, "

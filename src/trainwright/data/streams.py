@@ -27,7 +27,7 @@ from trainwright.data.generators import is_inside_pass
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import Source, shallow_copy
 from trainwright.data.stateful import own_state_of
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 _END = object()
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import inspect
-from contextlib import nullcontext
-from dataclasses import KW_ONLY, dataclass
-from typing import Any, ClassVar, Literal
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -14,28 +13,27 @@ from trainwright.core.checks import check_number
 from trainwright.core.errors import SettingError, StepError
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import BatchNorm, check_reducer_finalized
+from trainwright.distributed.mesh import Parallel
 from trainwright.distributed.world import Group
 
 COMPRESSIONS = ("bf16", "fp16")
 
 
 @suggests
-@dataclass(frozen=True, slots=True)
-class DDP:
-    """How several processes share the work of an update: each has the whole model, and gradients are averaged.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DDP(Parallel):
+    """Data parallelism on several ranks: each has a complete model, and gradients are averaged.
 
     `find_unused_parameters`: whether some parameters may get no gradient; "auto" looks at the first window.
     `static_graph`: the same parameters are used in the same order in every step. `gradient_as_bucket_view`: gradients
-    lie in the memory that is communicated. `bucket_mb`: the size of what is communicated at once; None: torch's.
-    `compress`: "bf16" or "fp16": gradients are rounded while they travel (bf16 only on nccl). `sync_batchnorm`:
-    BatchNorm layers normalise over the rows of all processes; they become torch's SyncBatchNorm, in place.
-    `sync_buffers`: rank 0's buffers are taken over before each update, as in torch's DDP; else every rank trains with
-    its own and rank 0's are those that are evaluated and saved. `same_noise`: all ranks draw the same random numbers.
-    `timeout`: seconds after which a process that does not answer ends the run. `backend`: None is nccl on CUDA devices,
-    else gloo.
+    are views of the buckets. `bucket_mb`: the size of a bucket; None: torch's. `compress`: "bf16" or "fp16": gradients
+    are reduced in this dtype (bf16 only on nccl). `sync_batchnorm`: BatchNorm layers normalize over the rows of all
+    ranks; they become torch's SyncBatchNorm, in place. `sync_buffers`: rank 0's buffers are broadcast before each
+    update, as in torch's DDP; else every rank trains with its own, and rank 0's are evaluated and saved. `same_noise`:
+    all ranks draw the same random numbers. `timeout`: seconds after which a rank that does not answer ends the run.
+    `backend`: None is nccl on CUDA devices, else gloo.
     """
 
-    _: KW_ONLY
     find_unused_parameters: bool | Literal["auto"] = "auto"
     static_graph: bool = False
     gradient_as_bucket_view: bool = True
@@ -44,10 +42,6 @@ class DDP:
     sync_batchnorm: bool = False
     sync_buffers: bool = False
     same_noise: bool = False
-    timeout: float = 300.0
-    backend: str | None = None
-    shards: ClassVar[bool] = False
-    """Whether each process holds a part of the weights, so that every forward is one of all processes."""
 
     def __post_init__(self) -> None:
         flags = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "sync_buffers", "same_noise")
@@ -61,13 +55,11 @@ class DDP:
             raise SettingError(f"DDP(compress={self.compress!r})", want='"bf16", "fp16" or None')
         if self.bucket_mb is not None:
             check_number(self.bucket_mb, f"DDP(bucket_mb={self.bucket_mb!r})", above=0, what="megabytes, a number")
-        check_number(self.timeout, f"DDP(timeout={self.timeout!r})", above=0, what="seconds, a number")
-        if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
-            raise SettingError(f"DDP(backend={self.backend!r})", want='"nccl", "gloo" or None')
+        Parallel.__post_init__(self)
 
 
 class Wrapped:
-    """A module under torch's DDP; called, it runs the module's forward."""
+    """A module wrapped by torch's DDP."""
 
     def __init__(self, module: nn.Module, settings: DDP, world: Group, *, unused: bool) -> None:
         from torch.nn.parallel import DistributedDataParallel
@@ -89,37 +81,38 @@ class Wrapped:
             **extra,
         )
         self._records = settings.static_graph
-        """Whether the graph is still to be recorded, by a first window in which every micro-batch is averaged."""
+        """Whether this is the first window, in which torch records the graph and averages after each micro-batch."""
         if settings.compress is not None:
             _compress(self.ddp, settings.compress, world)
 
     def __call__(self, batch: Any, *, last: bool) -> Any:
-        """Run the forward; gradients are averaged in the backward of the window's `last` micro-batch alone.
+        """Run the forward; gradients are averaged in the backward of the `last` micro-batch of a window alone.
 
-        In the first window of a static graph all of them are: torch records the graph where it averages.
+        In the first window of a static graph they are averaged in each: torch records the graph where it averages.
         """
-        with nullcontext() if last or self._records else self.ddp.no_sync():
-            returned = self.ddp(batch)
-        self._records = self._records and not last
-        return returned
+        if last or self._records:
+            self._records = self._records and not last
+            return self.ddp(batch)
+        with self.ddp.no_sync():
+            return self.ddp(batch)
 
     def check(self) -> None:
-        """Refuse gradients of which some still wait for those of a parameter that was not used; StepError."""
+        """Raise StepError where a bucket still waits for the gradient of a parameter that was not used."""
         try:
             check_reducer_finalized(self.ddp)
         except RuntimeError as error:
             raise StepError(
                 "parameters without a gradient in this update, which were used before: the gradients of the "
                 "processes were not averaged",
-                want="the same parameters in each update, or to be told otherwise",
+                want="the same parameters in each update, or find_unused_parameters",
                 fix="Trainer(..., parallel=DDP(find_unused_parameters=True))",
             ) from error
 
 
-def in_sync(model: nn.Module, world: Group, *, device: torch.device) -> None:
-    """Make every BatchNorm layer of `model` one that normalises over all processes, in place.
+def convert_batchnorm(model: nn.Module, world: Group, *, device: torch.device) -> None:
+    """Convert every BatchNorm layer of `model` to SyncBatchNorm, in place.
 
-    SettingError on the CPU, where torch has none, and for a model that is such a layer itself.
+    SettingError on the CPU, where torch has none, and for a model that is a BatchNorm layer itself.
     """
     if not any(_is_norm(module) for module in model.modules()):
         return

@@ -11,7 +11,7 @@ from typing import NoReturn
 from trainwright.core.errors import SettingError
 
 _LAST_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps that are a shell of its own (batch, interactive, extern) from here on."""
+"""Slurm numbers the steps that are shells (batch, interactive, extern) from here on."""
 _ALONE = "parallel=None for a process of its own"
 
 
@@ -22,16 +22,16 @@ class Place:
     rank: int
     size: int
     local_rank: int | None
-    """Which process of its machine this is, where the environment says so."""
+    """The rank on its machine, None where no variable has it."""
     address: str
-    """Where the first process or its launcher is met, "host:port"."""
+    """The address of the store of rank 0 or its launcher, "host:port"."""
     launcher: str
-    """What has said so: "torchrun", "mpirun" or "srun"."""
+    """The launcher whose variables these are: "torchrun", "mpirun" or "srun"."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mpi:
-    """The variables of one family of MPI launchers; of several names for one thing the first that is set counts."""
+    """The variables of one family of MPI launchers; of several names the first that is set counts."""
 
     rank: str
     size: str
@@ -55,10 +55,10 @@ _RANKS = ("PMIX_RANK", "PALS_RANKID", "LOCAL_RANK")
 
 
 def read_environment() -> Place | None:
-    """Return the place of this process among several, None where it is the only one.
+    """Return rank and world size of this process, None where it is the only one.
 
-    Raises SettingError where the variables contradict each other, since all processes would wait for one that never
-    comes, and where one of them says that there are several and no group can be made of them.
+    Raises SettingError where the variables contradict each other, since all ranks would wait for one that never comes,
+    and where one of them implies several processes that cannot form a group.
     """
     if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
         place = _of_torchrun()
@@ -72,6 +72,19 @@ def read_environment() -> Place | None:
         return _of_slurm()
     check_alone("WORLD_SIZE is not set")
     return None
+
+
+def rank_and_size() -> tuple[int, int]:
+    """Return this process's rank and the world size: of the initialized process group, else of the environment.
+
+    Raises SettingError where the variables contradict each other.
+    """
+    import torch
+
+    if torch.distributed.is_available() and torch.distributed.is_initialized():
+        return torch.distributed.get_rank(), torch.distributed.get_world_size()
+    place = read_environment()
+    return (0, 1) if place is None else (place.rank, place.size)
 
 
 def check_alone(what: str) -> None:
@@ -102,7 +115,7 @@ def first_host(nodes: str) -> str:
 
 
 def variables() -> str:
-    """What is set of all that is read here."""
+    """Return the variables that are read here and set, as text."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_NODELIST")
     mpi = [name for one in _LAUNCHERS for name in (one.rank, one.size, *one.local_rank, *one.local_size)]
@@ -126,12 +139,12 @@ def _of_torchrun() -> Place | None:
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if not os.environ.get(name):
             fix = f"start the script with torchrun, which sets it, or export {name}, or {_ALONE}"
-            _refuse(f"WORLD_SIZE is {size} and {name} is not set", want="where the first process is met", fix=fix)
+            _refuse(f"WORLD_SIZE is {size} and {name} is not set", want="the host and the port of rank 0", fix=fix)
     return Place(rank, size, local_rank, f"{_host(os.environ['MASTER_ADDR'])}:{_port()}", "torchrun")
 
 
 def _of_mpi(launcher: _Mpi) -> Place | None:
-    """Read what `mpirun` gives each of its processes; it says nothing of where they are to meet."""
+    """Read the variables of `mpirun`; they have no address."""
     size = _number(launcher.size, least=1)
     if size == 1:
         return None
@@ -147,13 +160,13 @@ def _of_mpi(launcher: _Mpi) -> Place | None:
         host = "127.0.0.1"
     job = next((os.environ[name] for name in _JOBS if os.environ.get(name)), "")
     if not job and not os.environ.get("MASTER_PORT"):
-        _refuse(f"{launcher.size} is {size}, and MASTER_PORT is not set", want="a port where rank 0 is met", fix=fix)
+        _refuse(f"{launcher.size} is {size}, and MASTER_PORT is not set", want="the port of rank 0", fix=fix)
     port = _port() if os.environ.get("MASTER_PORT") else 15_000 + zlib.crc32(job.encode()) % 15_000
     return Place(rank, size, local_rank, f"{_host(host)}:{port}", "mpirun")
 
 
 def _size_of_step() -> str:
-    """The number of tasks of the `srun` that has started this process; empty outside of one."""
+    """Return the number of tasks of the `srun` that has started this process; "" outside of one."""
     step, of_step = os.environ.get("SLURM_STEP_ID", ""), "SLURM_STEP_NUM_TASKS"
     if not step.isdigit() or int(step) >= _LAST_STEP:
         return ""
@@ -161,7 +174,7 @@ def _size_of_step() -> str:
 
 
 def _of_slurm() -> Place | None:
-    """Read what `srun` gives each of its tasks.
+    """Read the variables of `srun`.
 
     The shell of `sbatch` and of `salloc` has the job's number of tasks too, but runs once.
     """
@@ -191,7 +204,7 @@ def _host_of_slurm() -> str:
 
 
 def _port_of_slurm(step: int) -> int:
-    """Give the steps of all jobs of a machine ports of their own, below those that outgoing connections get."""
+    """Return a port for each step of each job on a machine, below the range of outgoing connections."""
     if os.environ.get("MASTER_PORT"):
         return _port()
     job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in os.environ else "SLURM_JOBID"

@@ -1,16 +1,16 @@
-"""`FSDP(...)`: torch's `fully_shard`: each process holds a shard of every weight, gradient and optimizer state."""
+"""`FSDP(...)`, on torch's `fully_shard`: each rank holds a shard of every weight, gradient and optimizer state."""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.core.checks import check_number
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.core.torch_private import (
@@ -19,10 +19,13 @@ from trainwright.core.torch_private import (
     fsdp_initialize,
     fsdp_reset,
     fsdp_update_dtypes,
+    set_versions,
+    versions_of,
 )
 from trainwright.core.trees import parameters_in
+from trainwright.distributed.mesh import Parallel, device_mesh
 from trainwright.distributed.world import World
-from trainwright.modules.dtensors import is_sharded, reshard
+from trainwright.modules.dtensors import full_tensor, is_sharded, reshard
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,15 +33,15 @@ if TYPE_CHECKING:
 
 @suggests
 @dataclass(frozen=True, slots=True)
-class FSDP:
-    """How several processes hold one model: each a shard of its weights, which are gathered block by block as needed.
+class FSDP(Parallel):
+    """A model sharded over several ranks: each holds a shard of its weights, which are gathered block by block.
 
-    `blocks`: the classes of the modules that are gathered one at a time, such as a transformer's layer; what lies in
-    none of them is gathered with the model itself. `reshard_after_forward`: whether gathered weights are given up
-    after a block's forward and gathered again for its backward; a number: kept within so many processes; None: given
-    up in blocks, kept in the model itself. `policy`: torch's `MixedPrecisionPolicy`. `methods`: the methods of the
-    model, or of a block, that are called in a step beside `forward`. `timeout`: seconds after which a process that
-    does not answer ends the run. `backend`: None is nccl on CUDA devices, else gloo.
+    `blocks`: the classes of the modules that are gathered one at a time, such as a transformer's layer; weights
+    outside of them are gathered with the model itself. `reshard_after_forward`: whether gathered weights are freed
+    after a block's forward and gathered again for its backward; a number: resharded to so many ranks; None: freed in
+    blocks, not in the model itself. `policy`: torch's `MixedPrecisionPolicy`. `methods`: the methods of the
+    model, or of a block, that are called in a step beside `forward`. `timeout`: seconds after which a rank that does
+    not answer ends the run. `backend`: None is nccl on CUDA devices, else gloo.
     """
 
     blocks: Collection[type[nn.Module]]
@@ -46,18 +49,7 @@ class FSDP:
     reshard_after_forward: bool | int | None = None
     policy: MixedPrecisionPolicy | None = None
     methods: Collection[str] = ()
-    timeout: float = 300.0
-    backend: str | None = None
     shards: ClassVar[bool] = True
-    """Whether each process holds a part of the weights, so that every forward is one of all processes."""
-    needs_group: ClassVar[bool] = True
-    """Shards lie in a process group, also where there is one process."""
-    # The settings of DDP that FSDP does not have.
-    find_unused_parameters: ClassVar[bool | str] = "auto"
-    bucket_mb: ClassVar[float | None] = None
-    compress: ClassVar[str | None] = None
-    sync_buffers: ClassVar[bool] = False
-    same_noise: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "blocks", _checked_blocks(self.blocks))
@@ -69,9 +61,7 @@ class FSDP:
         if self.policy is not None and not _is_policy(self.policy):
             fix = "policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16), from torch.distributed.fsdp"
             raise SettingError(f"FSDP(policy={self.policy!r})", want="a MixedPrecisionPolicy", fix=fix)
-        check_number(self.timeout, f"FSDP(timeout={self.timeout!r})", above=0, what="seconds, a number")
-        if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
-            raise SettingError(f"FSDP(backend={self.backend!r})", want='"nccl", "gloo" or None')
+        Parallel.__post_init__(self)
 
     def __str__(self) -> str:
         names = ", ".join(sorted(block.__name__ for block in self.blocks))
@@ -79,12 +69,12 @@ class FSDP:
 
 
 def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.device) -> None:
-    """Shard a model in place over the processes of `world`: every block, innermost first, then the model itself.
+    """Shard a model in place over the mesh of `world`: every block, innermost first, then the model itself.
 
-    Called on all processes, before optimizers are built. Each module is moved to `device` just before it is sharded,
-    so that no device holds the whole model, and has the weights of the first process. A model on the meta device gets
-    its first weights there, from `reset_parameters`. A model that `fully_shard` was called on already is taken as it
-    is. SettingError for what cannot be sharded.
+    All ranks call it, before optimizers are built. Each module is moved to `device` just before it is sharded, so that
+    no device holds the complete model, and gets the weights of rank 0. A model on the meta device is initialized on the
+    device by `reset_parameters`. A model that is sharded already stays as it is. SettingError for a model that
+    `fully_shard` cannot shard.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
 
@@ -98,18 +88,19 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
             what = "a model over several devices, and FSDP holds a process's shards on one"
             raise SettingError(what, have=have, fix='parallel="auto", or a model on one device')
         check_forward(model, modules, calls_methods=any(model in having for having in called.values()))
-        check_model(model, modules, processes=world.size, keep_within=settings.reshard_after_forward)
+        check_model(model, modules, processes=world.mesh.shard, keep_within=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
-        mesh = _mesh(world, device)
+        group = getattr(world, "host" if device.type == "cpu" else "group", None)
+        mesh = device_mesh(world.mesh, group, device.type)
         known: dict[int, nn.Parameter] = {}
         for module in modules:
             first_weights(module, world, device=device, known=known)
             fully_shard(module, mesh=mesh, reshard_after_forward=settings.reshard_after_forward, **extra)
-        world.align(model.buffers())
+        world.broadcast_tensors(model.buffers())
     root: Any = model
     for group in _groups(root):
-        if group.mesh_info.mesh.size() != world.size:
-            have = f"a mesh of {group.mesh_info.mesh.size()} of {world.size} processes"
+        if group.mesh_info.mesh.size() != world.mesh.data:
+            have = f"a mesh of {group.mesh_info.mesh.size()} of {world.mesh.data} processes"
             what = "the model was sharded over fewer processes than share the data"
             raise SettingError(what, have=have, fix="fully_shard(...) without mesh=, or leave it to FSDP(...)")
     for name, having in called.items():
@@ -119,9 +110,9 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
 
 
 def set_sync(model: nn.Module, last: bool) -> None:
-    """Say whether the coming micro-batch is its window's last: gradients are averaged over the processes only there.
+    """Reduce gradients in the next backward only if it is the `last` of its window.
 
-    Until then each process adds up whole gradients of its own. Weights that stay whole after a forward by the settings
+    Until then each rank accumulates unsharded gradients. Weights that stay gathered after a forward, by the settings,
     stay so until the window ends.
     """
     for module in _sharded_modules(model):
@@ -131,9 +122,9 @@ def set_sync(model: nn.Module, last: bool) -> None:
 
 
 def recover(model: nn.Module) -> None:
-    """Forget a window that was broken off by an error: gathered weights, gradients not yet averaged, what was awaited.
+    """Reset a model after an error inside a window: gathered weights, unreduced gradients, pending collectives.
 
-    Called before the first window of a run; on a model in order it changes nothing but that it holds its shards.
+    Called before the first window of a run. A model in order is only resharded.
     """
     root: Any = model
     set_sync(model, True)
@@ -143,15 +134,15 @@ def recover(model: nn.Module) -> None:
 
 
 def retake(model: nn.Module) -> None:
-    """Take over what is trained now: layers may be frozen or set free between epochs."""
+    """Update which parameters are trained: layers may be frozen or unfrozen between epochs."""
     for group in _groups(model):
         fsdp_update_dtypes(group)
 
 
 def follow(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
-    """Have the model hold its shards before each step of its optimizers, whoever makes it.
+    """Reshard the model before each step of its optimizers, by a hook of torch.
 
-    A forward without a backward leaves whole weights in it, which the next forward would take for the stepped ones.
+    A forward without a backward leaves gathered weights, and the next forward would use them in place of the new ones.
     """
     modules = _sharded_modules(model)
 
@@ -161,6 +152,32 @@ def follow(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
 
     for optimizer in optimizers.values():
         optimizer.register_step_pre_hook(hold_shards)
+
+
+def full_state_dict(model: nn.Module, world: World) -> dict[str, Any]:
+    """Return the model's `state_dict` with complete tensors on the CPU on rank 0; an empty dict on the others.
+
+    All ranks call it: one tensor after the other is gathered. Tied weights are one tensor. Buffers are those of rank 0.
+    """
+    tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
+    state = model.state_dict()  # from here on the model holds its shards
+    gathered: dict[Any, Any] = {}
+    full: OrderedDict[str, Any] = OrderedDict()
+    for name, value in state.items():
+        key = tied.get(name, name)
+        if key not in gathered:
+            gathered[key] = _gathered(value, copies=world.is_main)
+        full[name] = gathered[key]
+    set_versions(full, versions_of(state))
+    return full if world.is_main else {}
+
+
+def _gathered(value: Any, *, copies: bool) -> Any:
+    """Return a complete value on the CPU, a copy; None on a rank that only takes part in gathering it."""
+    if not isinstance(value, Tensor):
+        return value
+    full = full_tensor(value.detach())
+    return full.to("cpu", copy=True) if copies else None
 
 
 def check_optimizers(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
@@ -243,18 +260,8 @@ def _is_policy(policy: Any) -> bool:
     return isinstance(policy, MixedPrecisionPolicy)
 
 
-def _mesh(world: World, device: torch.device) -> Any:
-    """All processes in a row, over the group that serves this device."""
-    import torch.distributed as dist
-    from torch.distributed.device_mesh import DeviceMesh
-
-    group: Any = getattr(world, "host" if device.type == "cpu" else "group", None)
-    known: Any = dist.group.WORLD if group is None else group
-    return DeviceMesh.from_group(known, device.type)
-
-
 def _having(name: str, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """The modules that have a method which is to gather weights as `forward` does: the model, or its blocks."""
+    """Return the modules that have a method, which gathers weights as `forward` does: the model, or its blocks."""
     found = [module for module in modules if callable(getattr(module, name, None))]
     if not found:
         from torch.distributed.fsdp import FSDPModule
@@ -274,5 +281,5 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """What torch keeps of the parameters that are gathered together, for all sharded modules."""
+    """Return torch's parameter groups of all sharded modules; the parameters of one are gathered together."""
     return list(dict.fromkeys(group for module in _sharded_modules(model) for group in fsdp_groups(module)))

@@ -1,20 +1,67 @@
-"""What is said of a process that the others wait for in vain: who, where it was, who waits for it, and what to do."""
+"""Messages about a rank at fault: which one, its last position, the call of another rank that waits for it."""
 
 from __future__ import annotations
 
+import json
 import os
 from inspect import CO_GENERATOR
 from types import FrameType
-from typing import Any
+from typing import NamedTuple
 
 from trainwright.core.errors import is_ours, is_users, message
 
-Cause = dict[str, Any]
-"""Which process a run ends of: what it has said of itself last, and kind, what, by, waits, gone."""
+
+class Heartbeat(NamedTuple):
+    """A rank and its position, as it writes them to the store again and again."""
+
+    number: int
+    """The count of its heartbeats: the same number twice is a rank that is silent."""
+    has_left: bool
+    """Whether it has left the run."""
+    rank: int
+    host: str
+    pid: int
+    progress: str
+    """Its progress in the run, such as "epoch 1, after update 3"."""
+    line: str
+    """The line of the user's code that its main thread runs, such as "train.py:12"."""
+    call: str
+    """The call of ours in which that is, with the line of the call; "" outside of one."""
+
+    @classmethod
+    def read(cls, sent: bytes) -> Heartbeat:
+        """Return a heartbeat that was sent as JSON."""
+        return cls(*json.loads(sent))
+
+
+class Cause(NamedTuple):
+    """The cause of the end of a run: the first that a rank records is the one that all report."""
+
+    kind: str
+    """One of `_MESSAGES`."""
+    rank: int
+    """The rank at fault; -1: the launcher."""
+    by: int
+    """The rank that has recorded it."""
+    last: Heartbeat | None = None
+    """The last heartbeat of the rank at fault."""
+    error: str = ""
+    """The first line of its error."""
+    waits: str = ""
+    """The call in which `by` waits for it."""
+    is_closed: bool = False
+    """Whether its connections are closed."""
+
+    @classmethod
+    def read(cls, sent: bytes) -> Cause:
+        """Return a cause that was recorded as JSON."""
+        kind, rank, by, last, *rest = json.loads(sent)
+        return cls(kind, rank, by, None if last is None else Heartbeat(*last), *rest)
+
 
 _LATE = "for long pauses DDP(timeout=...)"
-_SAYS = {
-    "error": ("rank {rank} has failed: {what}", "its traceback is in its own output"),
+_MESSAGES = {
+    "error": ("rank {rank} has failed: {error}", "its traceback is in its own output"),
     "silent": (
         "rank {rank} does not answer",
         f"find out whether it was killed (no memory?) or stopped, or its machine lost; {_LATE}",
@@ -37,25 +84,25 @@ _SAYS = {
     ),
     "store": ("the process that launched this one does not answer", "look at its output; start the job again"),
 }
-"""By kind: what is said, and what to do."""
+"""By kind of cause: the first line of the message, and its `fix`."""
 
 
-def told(cause: Cause, timeout: float, *, here: str = "") -> str:
-    """Return the error's text for a cause; `timeout` is the setting, in seconds, `here` where this process waited."""
-    kind, waits = cause["kind"], cause.get("waits", "")
-    gone = bool(cause.get("gone"))
-    what, fix = _SAYS["gone" if gone and kind == "silent" else kind]
-    named = {**cause, "call": waits.partition(" ")[0] or "fit and the like"}
-    have = [_who(cause)]
-    if waits and kind in ("absent", "left", "behind"):
-        have.append(f"rank {cause['by']} waits for it in {waits}")
+def error_text(cause: Cause, timeout: float, *, here: str = "") -> str:
+    """Return the message for a cause; `timeout`: the setting, in seconds; `here`: the line where this rank waited."""
+    kind = cause.kind
+    what, fix = _MESSAGES["gone" if cause.is_closed and kind == "silent" else kind]
+    named = {"rank": cause.rank, "by": cause.by, "error": cause.error}
+    have = [_position(cause)]
+    if cause.waits and kind in ("absent", "left", "behind"):
+        have.append(f"rank {cause.by} waits for it in {cause.waits}")
     elif here:
         have.append(f"this process waited at {here}")
-    want = f"a word from every process within {timeout:g} s" if kind in ("silent", "absent", "store") else ""
-    if gone and kind in ("silent", "absent"):
+    want = f"a heartbeat of every process within {timeout:g} s" if kind in ("silent", "absent", "store") else ""
+    if cause.is_closed and kind in ("silent", "absent"):
         want = "every process to stay until all have done the same calls" if kind == "absent" else ""
+    call = cause.waits.partition(" ")[0] or "fit and the like"
     have_lines = "\n        ".join(line for line in have if line)
-    return message(what.format(**named), have=have_lines, want=want, fix=fix.format(**named), where=False)
+    return message(what.format(**named), have=have_lines, want=want, fix=fix.format(call=call, **named), where=False)
 
 
 def line_of(error: BaseException) -> str:
@@ -78,22 +125,22 @@ def call_of(frame: FrameType | None) -> str:
             found = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})" if name else found
             name = ""
         elif is_ours(code.co_filename):
-            if code.co_filename.endswith("launched.py"):  # what `launch` runs is the user's program
+            if code.co_filename.endswith("launch.py"):  # the function that `launch` runs is the program
                 break
             if code.co_flags & CO_GENERATOR:
-                name = ""  # a context of ours, which no user has called by its name
+                name = ""  # a context of ours, which the user has not called by its name
             elif code.co_name != "called":  # which stands around methods: `suggests`
                 name = code.co_name
         frame = frame.f_back
     return found
 
 
-def _who(cause: Cause) -> str:
-    """The process that is missed, and where it was."""
-    if "host" not in cause:
+def _position(cause: Cause) -> str:
+    """Return the rank at fault, its process, and its last position."""
+    last = cause.last
+    if last is None:
         return ""
-    place, line, call = (cause.get(key, "") for key in ("place", "line", "call"))
-    line = "" if call.endswith(f"({line})") else line
-    at = ", ".join(text for text in (place, line, f"in {call}" if call else "") if text)
-    heard = "last heard of at" if cause["kind"] == "absent" else "at"
-    return f"rank {cause['rank']} on {cause['host']}, process {cause['pid']}" + (f", {heard} {at}" if at else "")
+    line = "" if last.call.endswith(f"({last.line})") else last.line
+    at = ", ".join(text for text in (last.progress, line, f"in {last.call}" if last.call else "") if text)
+    seen = "last seen at" if cause.kind == "absent" else "at"
+    return f"rank {cause.rank} on {last.host}, process {last.pid}" + (f", {seen} {at}" if at else "")

@@ -1,7 +1,17 @@
-"""Look after the other processes of a run: who has failed, who does not answer, and where each of them stands."""
+"""Watch the other ranks of a run: which one has failed or does not answer, and on which line it is.
+
+Each rank writes a heartbeat to the store of the group, with the position of its main thread; rank 0 reads those of all,
+the others read rank 0's. The first cause that is recorded is the one that all ranks report. When rank 1 fails:
+
+- by an error: it records the error as the cause, and ends;
+- killed or stopped: the others find it silent after `timeout` seconds, or at once where its connections are closed;
+- on the others, `cause_of` replaces the error of the next collective by a DistributedError that names rank 1 and its
+  line. A rank in a wait that nothing interrupts is ended by its guard thread, GRACE seconds after the cause is known.
+"""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import json
 import os
@@ -11,53 +21,51 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any, TypeVar
 
 import torch
 
 from trainwright.core.errors import DistributedError, first_line, user_line
 from trainwright.core.torch_private import default_store
-from trainwright.distributed.attempts import share_store
-from trainwright.distributed.lingering import wait_for
-from trainwright.distributed.peer_errors import Cause, call_of, line_of, told
+from trainwright.distributed.peer_errors import Cause, Heartbeat, call_of, error_text, line_of
+from trainwright.distributed.rendezvous import share_store, wait_for
 
 T = TypeVar("T")
-Beat = dict[str, Any]
-"""What a process says of itself: n, state, rank, host, pid, place, line, call."""
 
 GRACE = 5.0
-"""Seconds in which a process may notice by itself that another one has failed, before it is ended."""
+"""Seconds in which a rank may raise an error by itself after another one has failed, before its process is ended."""
 PAUSE = 0.5
-"""Seconds between two words of a process; more where there are hundreds, since one of them hears all."""
+"""Seconds between two heartbeats of a rank; more with hundreds of ranks, since rank 0 reads all."""
 
 _GROUP_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "timed out waiting")
-"""What the errors of a process group say; gloo's are plain RuntimeErrors."""
+"""Parts of the errors of a process group; gloo's are plain RuntimeErrors."""
 _LATE = ("timed out", "timeout")
-"""What they say where a time-out has passed; else the connections are closed."""
+"""Parts of those where a time-out has passed; in others the connections are closed."""
 
 
 class PeerWatch:
-    """The watch of one process over its peers, run after run."""
+    """The watch of one rank over its peers, run after run."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._runs = group, itertools.count()
-        self._run: _Watched | None = None
+        self._run: _WatchedRun | None = None
 
     @contextmanager
-    def during(self, tell: Callable[[], str], timeout: float) -> Iterator[None]:
-        """Watch a run; inside a run that is watched already this changes nothing.
+    def during(self, position: Callable[[], str], timeout: float) -> Iterator[None]:
+        """Watch a run inside; no-op inside a run that is watched already.
 
-        An error that leaves it is told to the others, or comes out as the DistributedError that `blame` makes of it.
+        An error that leaves it is reported to the peers, or becomes the DistributedError that `cause_of` returns.
         """
         if self._group.size == 1 or self._run is not None:
             yield
             return
-        self._run = run = _Watched(self._group, next(self._runs), tell=tell, timeout=timeout)
+        self._run = run = _WatchedRun(self._group, next(self._runs), position=position, timeout=timeout)
         run.start()
         try:
             yield
         except Exception as error:
-            cause = self.blame(error)
+            cause = self.cause_of(error)
             if cause is not error:
                 raise cause from None
             raise
@@ -65,254 +73,257 @@ class PeerWatch:
             self._run = None
             run.leave()
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the others that this process ends in `error`; the first to say so is the one they name."""
+    def report_error(self, error: BaseException) -> None:
+        """Record that this rank ends in `error`; all report the cause that is recorded first."""
         if self._run is not None and not isinstance(error, DistributedError):
-            self._run.claim(error)
+            self._run.record_error(error)
 
-    def blame(self, error: BaseException) -> BaseException:
-        """Return what an error comes from: DistributedError where it only follows from another process's."""
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return the cause of an error: DistributedError where it follows from another rank's, else itself."""
         run = self._run
         if run is None or isinstance(error, DistributedError):
             return error
-        if not of_the_group(error):
-            run.claim(error)
+        cause = None
+        if of_the_group(error):
+            cause = run.find_cause(late=any(word in str(error).lower() for word in _LATE))
+        if cause is None or (cause.kind == "error" and cause.rank == self._group.rank):
+            run.record_error(error)
             return error
-        cause = run.find_cause(late=any(word in str(error).lower() for word in _LATE))
-        if cause is None or (cause["kind"] == "error" and cause["rank"] == self._group.rank):
-            run.claim(error)
-            return error
-        return DistributedError(told(cause, run.timeout, here=line_of(error)))
+        return DistributedError(error_text(cause, run.timeout, here=line_of(error)))
 
 
 def of_the_group(error: BaseException) -> bool:
-    """Return whether an error is one of the process group's, or comes from one."""
+    """Return whether an error is one of the process group, or was raised from one."""
     dist: Any = torch.distributed
-    told: BaseException | None = error
-    while told is not None:
-        if isinstance(told, dist.DistError):
+    one: BaseException | None = error
+    while one is not None:
+        if isinstance(one, dist.DistError):
             return True
-        if isinstance(told, RuntimeError) and any(word in str(told).lower() for word in _GROUP_WORDS):
+        if isinstance(one, RuntimeError) and any(word in str(one).lower() for word in _GROUP_WORDS):
             return True
-        told = told.__cause__
+        one = one.__cause__
     return False
 
 
-last_words: Callable[[str], None] | None = None
-"""Who is told, in place of the process's own stderr, why it is ended; for the launcher that started it."""
+report_exit: Callable[[str], None] | None = None
+"""Receives the reason why this process is ended, in place of its stderr; set by `launch`."""
 
 
-class _Watched:
-    """One run under watch: a thread that speaks and hears, and one that acts where the first one cannot.
+class _WatchedRun:
+    """One run under watch: a thread that exchanges heartbeats, and one that ends the process.
 
-    The store of the group is used through a connection of its own. Where the process that keeps the store is stopped,
-    a call to it may never return, so that no thread but the first one's, which can be left behind, ever makes one.
+    The store is used through a connection of its own. Where the process that has the store is stopped, a call of it may
+    never return: only the first thread, and threads with a limit, call it.
     """
 
-    def __init__(self, group: Any, run: int, *, tell: Callable[[], str], timeout: float) -> None:
+    def __init__(self, group: Any, run: int, *, position: Callable[[], str], timeout: float) -> None:
         dist: Any = torch.distributed
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
         name = getattr(group.group or dist.group.WORLD, "group_name", "")
-        store = default_store(dist).clone()
-        self._store_of_all: Any = dist.PrefixStore(f"trainwright/watch/{name}", store)
-        self._store: Any = dist.PrefixStore(str(run), self._store_of_all)
-        self._tell, self._thread = tell, threading.get_ident()
+        self._all_runs: Any = dist.PrefixStore(f"trainwright/watch/{name}", default_store(dist).clone())
+        self._store: Any = dist.PrefixStore(str(run), self._all_runs)
+        self._progress, self._thread = position, threading.get_ident()
         self._pause = min(max(PAUSE, self.size / 500), timeout / 10)
-        self._beats = itertools.count()
-        self._over, self._known = threading.Event(), threading.Event()
-        self._rounds, self._claimed = 0, False
-        self._heard: dict[int, Beat] = {}
+        self._counter = itertools.count()
+        self._over, self._knows = threading.Event(), threading.Event()
+        """Set when this rank leaves the run; when its main thread has an error of its own to raise."""
+        self._rounds, self._has_recorded = 0, False
+        self._last: dict[int, Heartbeat] = {}
+        """By rank: its last heartbeat."""
         self._silent: dict[int, float] = {}
+        """By rank: the seconds since then."""
         self._cause: Cause | None = None
-        self._speaker = threading.Thread(target=self._speak, name="trainwright-watch", daemon=True)
-        self._guard = threading.Thread(target=self._act, name="trainwright-guard", daemon=True)
+        self._exchanger = threading.Thread(target=self._exchange, name="trainwright-watch", daemon=True)
+        self._guard = threading.Thread(target=self._wait_for_cause, name="trainwright-guard", daemon=True)
 
     def start(self) -> None:
-        """Begin to speak and to hear."""
-        self._speaker.start()
+        """Begin to exchange heartbeats."""
+        self._exchanger.start()
         self._guard.start()
 
     def leave(self) -> None:
-        """Say that this process has left the run, and stop watching."""
-        if self._claimed and self.rank == 0 and not share_store():
-            time.sleep(2 * self._pause)  # the store may end with this process: let the others read why
+        """Announce that this rank has left the run, and stop watching."""
+        if self._has_recorded and self.rank == 0 and not share_store():
+            time.sleep(2 * self._pause)  # the store may end with this process: the others read the cause before
         self._over.set()
-        wait_for(self._speaker, 4 * self._pause)
+        wait_for(self._exchanger, 4 * self._pause)
         wait_for(self._guard, 4 * self._pause)
 
-    def claim(self, error: BaseException) -> None:
-        """Be the process that the run ends of, unless another one was before."""
-        self._known.set()
-        what = first_line(error)
-        _within(GRACE, lambda: self._first({**self._beat("here"), "kind": "error", "what": what, "by": self.rank}))
-        self._claimed = True
+    def record_error(self, error: BaseException) -> None:
+        """Record this rank's error as the cause of the end, unless there is one already."""
+        self._knows.set()
+        cause = Cause("error", self.rank, self.rank, self._heartbeat(), first_line(error))
+        _within(GRACE, lambda: self._record(cause))
+        self._has_recorded = True
 
     def find_cause(self, *, late: bool) -> Cause | None:
-        """Return which process an error of the group comes from, None where it is no other one's doing.
+        """Return the cause of an error of the group, None where no other rank is at fault.
 
-        `late`: whether the error is a time-out, and not a connection that is closed.
+        `late`: whether the error is a time-out, and not a closed connection.
         """
-        self._known.set()
+        self._knows.set()
         if self._cause is not None:
             return self._cause
-        found = _within(6 * self._pause + GRACE, lambda: self._search(gone=not late))
-        return found[0] if found else (self._cause or self._without_store())
+        found = _within(6 * self._pause + GRACE, lambda: self._search(closed=not late))
+        return found[0] if found else (self._cause or self._cause_without_store())
 
-    # What the first thread does.
+    # The first thread.
 
-    def _speak(self) -> None:
+    def _exchange(self) -> None:
         dist: Any = torch.distributed
         last = time.monotonic()
         try:
-            self._note("here")
+            self._send(self._all_runs)
             while not self._over.is_set():
-                self._say("here")
+                self._send(self._store)
                 now = time.monotonic()
-                # A process that was stopped itself, with all the others maybe, must not hold the gap against them.
-                self._listen(min(now - last, 2 * self._pause))
+                # Where this process was stopped itself, the gap is not the silence of the others.
+                self._receive(min(now - last, 2 * self._pause))
                 last = now
                 self._rounds += 1
                 self._over.wait(self._pause)
-            self._say("left")
-            self._note("left")
+            self._send(self._store, has_left=True)
+            self._send(self._all_runs, has_left=True)
         except (dist.DistError, RuntimeError):
-            return  # the store is gone: the guard counts the rounds that do not come any more
+            return  # the store is gone: the guard sees that the rounds have ended
 
-    def _say(self, state: str) -> None:
-        self._store.set(f"beat/{self.rank}", json.dumps(self._beat(state)))
+    def _send(self, store: Any, *, has_left: bool = False) -> None:
+        """Write a heartbeat for this run; or for all runs, read by ranks that wait for this one in another run."""
+        store.set(f"beat/{self.rank}", json.dumps(self._heartbeat(has_left=has_left)))
 
-    def _note(self, state: str) -> None:
-        """Say it for those, too, who wait for this process in another run."""
-        self._store_of_all.set(f"last/{self.rank}", json.dumps(self._beat(state)))
-
-    def _beat(self, state: str) -> Beat:
-        frame = sys._current_frames().get(self._thread)
-        return {
-            "n": next(self._beats),
-            "state": state,
-            "rank": self.rank,
-            "host": socket.gethostname(),
-            "pid": os.getpid(),
-            "place": self._told(),
-            "line": user_line(frame) if frame is not None else "",
-            "call": call_of(frame),
-        }
-
-    def _told(self) -> str:
+    def _heartbeat(self, *, has_left: bool = False) -> Heartbeat:
+        frame = frame_of(self._thread)
         try:
-            return self._tell()
-        except Exception as error:  # the run moves on beside this thread, and its word is worth no failure
-            return f"({type(error).__name__} when asked where it stands)"
+            progress = self._progress()
+        except Exception as error:  # the run continues beside this thread, and a position is worth no failure
+            progress = f"({type(error).__name__} when asked for its position)"
+        line = user_line(frame) if frame is not None else ""
+        here = (self.rank, socket.gethostname(), os.getpid())
+        return Heartbeat(next(self._counter), has_left, *here, progress, line, call_of(frame))
 
-    def _listen(self, elapsed: float) -> None:
-        """Hear of the others, the first process of all of them, the rest of it alone: n words a round, not n * n."""
-        self._cause = self._failure()
+    def _receive(self, elapsed: float) -> None:
+        """Read heartbeats: rank 0 those of all, the others rank 0's, so that a round has n reads and not n * n."""
+        self._cause = self._recorded()
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             self._silent[rank] = self._silent.get(rank, 0.0) + elapsed
-        for rank, beat in self._beats_of([r for r in self._silent if r != self.rank]).items():
-            if beat["state"] == "left" or beat["n"] != self._heard.get(rank, {}).get("n"):
+        for rank, beat in self._heartbeats([r for r in self._silent if r != self.rank]).items():
+            last = self._last.get(rank)
+            if beat.has_left or last is None or beat.number != last.number:
                 self._silent[rank] = 0.0
-            self._heard[rank] = beat
+            self._last[rank] = beat
         overdue = [rank for rank, seconds in self._silent.items() if seconds > self.timeout]
         if overdue and self._cause is None:
-            self._cause = self._first(self._accused("silent" if overdue[0] in self._heard else "absent", overdue[0]))
+            self._cause = self._record(self._missed("silent" if overdue[0] in self._last else "absent", overdue[0]))
 
-    def _beats_of(self, ranks: list[int]) -> dict[int, Beat]:
-        keys = [f"beat/{rank}" for rank in ranks]
-        if not self._store.check(keys):  # someone has not come yet: to ask for it would be to wait
-            ranks = [rank for rank, key in zip(ranks, keys, strict=True) if self._store.check([key])]
-            keys = [f"beat/{rank}" for rank in ranks]
-        if not keys:
-            return {}
-        return {rank: json.loads(beat) for rank, beat in zip(ranks, self._store.multi_get(keys), strict=True)}
+    def _heartbeats(self, ranks: list[int]) -> dict[int, Heartbeat]:
+        """Return the newest heartbeats; the store waits for a key that it does not have, so these are left out."""
+        if not self._store.check([f"beat/{rank}" for rank in ranks]):
+            ranks = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
+        beats = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
+        return {rank: Heartbeat.read(beat) for rank, beat in zip(ranks, beats, strict=True)}
 
-    def _failure(self) -> Cause | None:
-        return json.loads(self._store.get("failure")) if self._store.check(["failure"]) else None
+    def _recorded(self) -> Cause | None:
+        return Cause.read(self._store.get("failure")) if self._store.check(["failure"]) else None
 
-    def _first(self, cause: Cause) -> Cause:
-        """Put down a cause unless there is one; return the one that stands."""
-        stands: Cause = json.loads(self._store.compare_set("failure", "", json.dumps(cause)))
-        return stands
+    def _record(self, cause: Cause) -> Cause:
+        """Record a cause unless there is one; return the one that is recorded."""
+        return Cause.read(self._store.compare_set("failure", "", json.dumps(cause)))
 
-    def _accused(self, kind: str, rank: int) -> Cause:
-        """What is said of a process that is missed; of one that never came here what it said in another run."""
-        known = self._heard.get(rank, {})
-        if kind == "absent" and self._store_of_all.check([f"last/{rank}"]):
-            known = json.loads(self._store_of_all.get(f"last/{rank}"))
-        waits = call_of(sys._current_frames().get(self._thread))
-        return {"rank": rank, **known, "kind": kind, "what": "", "by": self.rank, "waits": waits}
+    def _missed(self, kind: str, rank: int, *, is_closed: bool = False) -> Cause:
+        """Return the cause "a rank is missed", with its last heartbeat in this run, else in another one."""
+        last = self._last.get(rank)
+        if kind == "absent" and self._all_runs.check([f"beat/{rank}"]):
+            last = Heartbeat.read(self._all_runs.get(f"beat/{rank}"))
+        waits = call_of(frame_of(self._thread))
+        return Cause(kind, rank, self.rank, last, waits=waits, is_closed=is_closed)
 
-    # Where the group has given an error.
+    # After an error of the group, in a thread with a limit.
 
-    def _search(self, *, gone: bool) -> Cause | None:
-        """Wait until the process that failed has said so; else find out who is silent, gone or stuck elsewhere."""
+    def _search(self, *, closed: bool) -> Cause | None:
+        """Wait until a cause is recorded; else find the rank that is silent, gone or somewhere else."""
         others = [rank for rank in range(self.size) if rank != self.rank]
-        before = self._beats_of(others)
+        before = self._heartbeats(others)
         self._store.set(f"waits/{self.rank}", "1")
         end = time.monotonic() + 5 * self._pause
         while time.monotonic() < end:
-            if (stands := self._failure()) is not None:
-                return stands
+            if (recorded := self._recorded()) is not None:
+                return recorded
             time.sleep(self._pause / 10)
-        after = self._beats_of(others)
-        self._heard.update(after)
+        after = self._heartbeats(others)
+        self._last.update(after)
         kinds = {rank: self._kind(before.get(rank), after.get(rank), rank) for rank in others}
         for kind in ("silent", "absent", "left", "behind"):
             for rank in others:
                 if kinds[rank] == kind:
-                    return self._first({**self._accused(kind, rank), "gone": gone})
+                    return self._record(self._missed(kind, rank, is_closed=closed))
         return None
 
-    def _kind(self, before: Beat | None, after: Beat | None, rank: int) -> str:
+    def _kind(self, before: Heartbeat | None, after: Heartbeat | None, rank: int) -> str:
         if after is None:
             return "absent"
-        if after["state"] == "left":
+        if after.has_left:
             return "left"
-        if before is not None and before["n"] == after["n"]:
+        if before is not None and before.number == after.number:
             return "silent"
         return "" if self._store.check([f"waits/{rank}"]) else "behind"
 
-    def _without_store(self) -> Cause | None:
-        """The store does not answer: who keeps it is who is missed."""
+    def _cause_without_store(self) -> Cause | None:
+        """Return the cause where the store does not answer: the process that has it."""
         if share_store():
-            return {"rank": -1, "kind": "store", "what": "", "by": self.rank}
-        return None if self.rank == 0 else self._accused("silent", 0)
+            return Cause("store", -1, self.rank)
+        return None if self.rank == 0 else self._missed("silent", 0)
 
-    # What the second thread does.
+    # The second thread.
 
-    def _act(self) -> None:
+    def _wait_for_cause(self) -> None:
+        """End the process when a cause is known, or the first thread is stuck in the store."""
         rounds, stuck, last = 0, 0.0, time.monotonic()
         while not self._over.wait(self._pause):
             now = time.monotonic()
             stuck = 0.0 if self._rounds != rounds else stuck + min(now - last, 2 * self._pause)
             rounds, last = self._rounds, now
-            if self._heard.get(0, {}).get("state") == "left":
-                stuck = 0.0  # it has kept the store, and was free to go
-            cause = self._cause or (self._without_store() if stuck > self.timeout else None)
+            if (of_store := self._last.get(0)) is not None and of_store.has_left:
+                stuck = 0.0  # rank 0 had the store, and was free to leave
+            cause = self._cause or (self._cause_without_store() if stuck > self.timeout else None)
             if cause is not None:
-                self._end_of(cause)
+                self._end_process(cause)
                 return
 
-    def _end_of(self, cause: Cause) -> None:
-        """End this process, unless it knows by itself or it is the one that has failed."""
-        if cause["kind"] == "error" and cause["rank"] == self.rank:
+    def _end_process(self, cause: Cause) -> None:
+        """End this process after GRACE, unless its main thread raises an error by then or is the cause itself."""
+        if cause.kind == "error" and cause.rank == self.rank:
             return
         end = time.monotonic() + GRACE
         while time.monotonic() < end:
-            if self._known.wait(self._pause / 10) or self._over.is_set():
+            if self._knows.wait(self._pause / 10) or self._over.is_set():
                 return
-        spokesman = 1 if cause["rank"] == 0 else 0  # one is enough to read
-        text = f"rank {self.rank} ends: {told(cause, self.timeout)}"
-        if last_words is not None:
-            last_words(text)
-        elif self.rank == spokesman:
+        text = f"rank {self.rank} ends: {error_text(cause, self.timeout)}"
+        if report_exit is not None:
+            report_exit(text)
+        elif self.rank == (1 if cause.rank == 0 else 0):  # one is enough to read
             os.write(2, f"{text}\n".encode())
         _within(1.0, _flush)
-        os._exit(1)  # the thread of the run may be in a wait that nothing can interrupt
+        os._exit(1)  # the main thread may be in a wait that nothing interrupts
+
+
+def frame_of(thread: int) -> FrameType | None:
+    """Return the frame that a thread runs, without a garbage collection meanwhile.
+
+    Before Python 3.11.9, `sys._current_frames` allocates while it holds the lock of the list of threads. A finalizer
+    that a collection runs there may release the GIL; a thread that then starts another one waits for the lock with the
+    GIL, and neither continues (python/cpython#106883).
+    """
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return sys._current_frames().get(thread)
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> list[T]:
-    """Return the answer to a question, [] where there is none in this time: the store may never answer."""
+    """Return [answer], or [] where there is none in this time: the store may never answer."""
     dist: Any = torch.distributed
     answer: list[T] = []
 

@@ -1,4 +1,4 @@
-"""Records of tensors that several ranks hold in pieces, and what stands for such a tensor in a tree."""
+"""Records of tensors that several ranks hold in pieces, and their placeholders in a tree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPieces:
-    """A tensor in pieces, which together are all of it, once."""
+    """A tensor in pieces, which hold each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -61,7 +61,7 @@ class PieceReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Stands in a tree for a tensor that is stored beside it; `device`: the type of its device, if not the CPU."""
+    """Replaces in a tree a tensor that is stored beside it; `device`: the type of its device if not the CPU."""
 
     name: str
     device: str = ""
@@ -69,7 +69,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """Stands in a loaded tree for a tensor in pieces, until it is known which rank needs which part of it."""
+    """A placeholder in a loaded tree for a tensor in pieces, until each rank knows the part that it needs."""
 
     reader: PieceReader
     name: str

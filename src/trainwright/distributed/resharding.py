@@ -40,7 +40,7 @@ from trainwright.protocols import Stateful, Tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """A tree, and beside it the tensors of which this rank holds a part only."""
+    """A tree, and the sharded tensors beside it."""
 
     tree: dict[str, Tree]
     """With placeholders for the sharded tensors."""
@@ -90,7 +90,7 @@ def place(
 ) -> dict[str, Tree]:
     """Convert every tensor of a loaded `{part: state}` to the form that its part has now: sharded alike, or complete.
 
-    The tensors are complete, or still in files, from which DCP reads on each rank what that rank needs. All ranks call
+    The tensors are complete, or still in files, from which DCP reads the parts that each rank needs. All ranks call
     this alike; CheckpointError on all where a file is damaged. An optimizer's state of a sharded parameter is sharded
     like it. `likes`: trees of tensors, by part, for parts that hold no tensors yet.
     """
@@ -193,7 +193,7 @@ class _DcpReader(StorageReader):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Of:
-    """Stands for all state that an optimizer has for one parameter."""
+    """A placeholder for all state that an optimizer has for one parameter."""
 
     parameter: Tensor
 

@@ -1,4 +1,4 @@
-"""Which modules of a model are sharded, what stands in the way of that, and the weights that they begin with."""
+"""The modules of a model that FSDP shards, the checks before it, and their first weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = 12
 
 
 def chosen(model: nn.Module, blocks: Collection[type[nn.Module]]) -> list[nn.Module]:
-    """The modules that are sharded one by one: those of the classes `blocks`, inner ones first, then the model.
+    """Return the modules that are sharded one by one: those of the classes `blocks`, inner ones first, then the model.
 
     SettingError for a class of which the model has no module.
     """
@@ -37,7 +37,7 @@ def chosen(model: nn.Module, blocks: Collection[type[nn.Module]]) -> list[nn.Mod
 def check_model(
     model: nn.Module, modules: Sequence[nn.Module], *, processes: int, keep_within: bool | int | None
 ) -> None:
-    """Refuse what `fully_shard` cannot shard, before anything is changed: SettingError with the parameter's name."""
+    """Raise SettingError with the name of a parameter that `fully_shard` cannot shard, before anything is changed."""
     if keep_within is not None and not isinstance(keep_within, bool) and processes % keep_within:
         what = f"FSDP(reshard_after_forward={keep_within}) on {processes} processes"
         raise SettingError(what, want=f"True, False, or a divisor of {processes}")
@@ -65,7 +65,7 @@ def check_model(
 
 
 def check_forward(model: nn.Module, modules: Sequence[nn.Module], *, calls_methods: bool) -> None:
-    """Refuse a model without a forward, several networks in one, where nothing would gather weights: SettingError."""
+    """Raise SettingError for a model without a forward, several networks in one, where nothing gathers weights."""
     if type(model).forward is not nn.Module.forward:
         return
     parts = dict.fromkeys(type(child).__name__ for child in model.children())
@@ -87,7 +87,7 @@ def check_forward(model: nn.Module, modules: Sequence[nn.Module], *, calls_metho
 
 
 def first_weights(module: nn.Module, world: World, *, device: torch.device, known: dict[int, nn.Parameter]) -> None:
-    """Move a module to the device and give it the first process's weights, but for the modules in it that are sharded.
+    """Move a module to the device and broadcast rank 0's weights, but for the modules in it that are sharded.
 
     What lies on the meta device is made there by `reset_parameters`; `known` has the parameters made so far, for ties.
     """
@@ -103,11 +103,11 @@ def first_weights(module: nn.Module, world: World, *, device: torch.device, know
     for tensor in (*plain, *module.buffers()):
         if tensor.device != device:
             tensor.data = tensor.data.to(device)
-    world.align(plain)
+    world.broadcast_tensors(plain)
 
 
 def _held(module: nn.Module, others: set[int], path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters that are gathered with a module, by name: those in it, without those of sharded modules in it."""
+    """Yield the parameters that are gathered with a module, by name: those of sharded modules in it are left out."""
     for name, parameter in parameter_dict(module).items():
         if parameter is not None:
             yield f"{path}.{name}".lstrip("."), parameter
@@ -153,7 +153,7 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def _make(module: nn.Module, device: torch.device, known: dict[int, nn.Parameter]) -> None:
-    """Room on the device for a module's own tensors; a parameter that is tied stays tied."""
+    """Allocate a module's own tensors on the device; a tied parameter stays tied."""
     for name, parameter in parameter_dict(module).items():
         if parameter is not None and parameter.is_meta:
             if id(parameter) not in known:

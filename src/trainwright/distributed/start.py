@@ -1,4 +1,4 @@
-"""Find the processes that belong together and give them a process group: `as_world`."""
+"""Start the ranks of a run: `as_world` finds the others, checks that all fit together, and makes the process group."""
 
 from __future__ import annotations
 
@@ -12,61 +12,68 @@ import time
 import weakref
 from collections import Counter
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 import torch
 
 from trainwright.core.errors import DistributedError, SettingError, message
-from trainwright.distributed.attempts import PAUSE, own_part, share_store
 from trainwright.distributed.environment import Place, check_alone, read_environment
-from trainwright.distributed.lingering import wait_for
-from trainwright.distributed.start_wait import Waiting
+from trainwright.distributed.mesh import Parallel, checked_parallel, of_ranks
+from trainwright.distributed.rendezvous import PAUSE, WaitReport, own_part, share_store, wait_for
 from trainwright.distributed.world import Group, World
 
-TIMEOUT = 300.0
-"""Seconds after which a process that does not answer ends the run, where the settings say nothing else."""
 LEAVE = 5.0
-"""Seconds that taking a group down may take when the program ends: a peer that is dead never answers."""
+"""Seconds for destroying a group at the end of the program: a peer that is dead never answers."""
 
 _made: list[weakref.ref[Any]] = []
-"""The process group that was made here, to be taken down in the end.
+"""The process group that was made here, to be destroyed at the end.
 
-Held weakly, as all groups here: who takes a group down ends its threads, and one that somebody still holds keeps them
-until after the interpreter, where they may abort the process (`terminate called without an active exception`).
+A weak reference, as all of groups here: a group that is still referenced after it was destroyed has threads beyond the
+end of the interpreter, and these may abort the process (`terminate called without an active exception`).
 """
 _known: list[tuple[weakref.ref[Any], Group]] = []
-"""The process group that was seen last, and its `Group`: all trainers of a process share them."""
+"""The last process group, and its `Group`: all trainers of a process share them."""
 
 
 def as_world(parallel: Any, device_type: str = "cpu") -> World:
-    """Return the processes of a run, by the `parallel` setting: for all of them to call, in the same order.
+    """Return this rank of a run, by the `parallel` setting; all ranks call it, in the same order.
 
-    None is one process whatever the environment says. "auto": the group that torch.distributed has already, which
-    stays as it is; else the processes that torchrun, or Slurm's `srun`, has started, which get a group that lasts until
-    the program ends; else one process. `DDP(...)` and `FSDP(...)` are "auto" with settings.
+    None is one rank, whatever the environment is. "auto": the group that torch.distributed has already, unchanged; else
+    the ranks that torchrun, or Slurm's `srun`, has started, which get a group until the program ends; else one rank.
+    `DDP(...)` and `FSDP(...)` are "auto" with settings.
 
-    Raises SettingError for what contradicts itself, DistributedError where the others do not come.
+    Raises SettingError for settings that contradict each other, DistributedError where other ranks do not come.
     """
-    settings = _checked(parallel)
+    settings = checked_parallel(parallel)
     if parallel is None:
         return World()
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return _of_initialised(settings, device_type)
+        return _for(settings, _of_initialized(settings, device_type))
     place = read_environment()
-    if place is None and not settings.alone:
+    if place is None and not settings.shards:
         return World()
     if not torch.distributed.is_available():
         raise SettingError(
             f"{1 if place is None else place.size} processes, and this torch is built without torch.distributed",
             fix="install a torch that has it, or parallel=None",
         )
-    return _started(place, settings, device_type)
+    return _for(settings, _started(place, settings, device_type))
+
+
+def _for(settings: Parallel, world: World) -> World:
+    """Return the group of all trainers with the time-out and the mesh of one trainer."""
+    if not isinstance(world, Group):
+        return world
+    mesh = of_ranks(world.rank, world.size, shards=settings.shards)
+    if (world.timeout, world.mesh) != (settings.timeout, mesh):
+        world = copy.copy(world)
+        world.timeout, world.mesh = settings.timeout, mesh
+    return world
 
 
 def leave() -> None:
-    """Take down the group that was made here, if it is still the one; wait for nobody who is dead."""
+    """Destroy the group that was made here, if it is still the default one; wait for a dead peer only a short time."""
     dist: Any = torch.distributed
     if not _made or not dist.is_initialized() or dist.group.WORLD is not _made.pop()():
         return
@@ -78,28 +85,8 @@ def leave() -> None:
     wait_for(leaving, LEAVE)
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    timeout: float = TIMEOUT
-    backend: str | None = None
-    alone: bool = False
-    """Whether one process needs a group too, as FSDP does."""
-
-
-def _checked(parallel: Any) -> _Settings:
-    if parallel is None or (isinstance(parallel, str) and parallel == "auto"):
-        return _Settings()
-    if isinstance(parallel, str | bool | int) or not hasattr(parallel, "timeout") or isinstance(parallel, type):
-        near = {"ddp": "parallel=DDP()", "fsdp": "parallel=FSDP(blocks={Block})"}.get(str(parallel).lower(), "")
-        name = getattr(parallel, "__name__", "")
-        near = f"parallel={name}()" if isinstance(parallel, type) and name in ("DDP", "FSDP") else near
-        want = '"auto", None, DDP(...) or FSDP(...)'
-        raise SettingError(f"parallel={parallel!r} is no setting", want=want, fix=near)
-    return _Settings(parallel.timeout, parallel.backend, getattr(parallel, "needs_group", False))
-
-
-def _of_initialised(settings: _Settings, device_type: str) -> World:
-    """Use the group that is there, ours of another trainer or somebody else's, as it is."""
+def _of_initialized(settings: Parallel, device_type: str) -> World:
+    """Return the rank in the initialized group, that of another trainer or one of the user's, unchanged."""
     dist: Any = torch.distributed
     size = dist.get_world_size()
     stated = os.environ.get("WORLD_SIZE", str(size))
@@ -111,20 +98,16 @@ def _of_initialised(settings: _Settings, device_type: str) -> World:
         )
     if size == 1:
         check_alone("the initialised process group has 1 process")
-    if size == 1 and not settings.alone:
+    if size == 1 and not settings.shards:
         return World()
     _check_serves(dist, settings, device_type)
     if not _known or _known[0][0]() is not dist.group.WORLD:
-        _known[:] = [(weakref.ref(dist.group.WORLD), _wrapped(dist, settings, device_type))]
-    group = _known[0][1]
-    if group.timeout != settings.timeout:
-        group = copy.copy(group)
-        group.timeout = settings.timeout
-    return group
+        _known[:] = [(weakref.ref(dist.group.WORLD), _of_user_group(dist, settings, device_type))]
+    return _known[0][1]
 
 
-def _check_serves(dist: Any, settings: _Settings, device_type: str) -> None:
-    """Refuse a group that cannot carry tensors of the device, or is not of the backend that was asked for."""
+def _check_serves(dist: Any, settings: Parallel, device_type: str) -> None:
+    """Refuse a group without a backend for the device, or with another one than the setting."""
     served = {str(device) for device in dist.get_backend_config().split(",")}
     devices = {pair.partition(":")[0] for pair in served} if ":" in next(iter(served)) else {device_type}
     if device_type not in devices:
@@ -141,11 +124,11 @@ def _check_serves(dist: Any, settings: _Settings, device_type: str) -> None:
         )
 
 
-def _wrapped(dist: Any, settings: _Settings, device_type: str) -> Group:
-    """Give somebody else's group our methods; its local ranks are counted where nothing tells them."""
+def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> Group:
+    """Return the rank in a group of the user's; local ranks are counted where LOCAL_RANK is not set."""
     group = Group(timeout=settings.timeout)
     stated = os.environ.get("LOCAL_RANK", "")
-    hosts = [] if stated.isdigit() else group.gather(socket.gethostname())
+    hosts = [] if stated.isdigit() else group.all_gather(socket.gethostname())
     group.local_rank = int(stated) if stated.isdigit() else hosts[: group.rank].count(hosts[group.rank])
     bound = getattr(dist.group.WORLD, "bound_device_id", None)
     if bound is not None:
@@ -155,8 +138,8 @@ def _wrapped(dist: Any, settings: _Settings, device_type: str) -> Group:
     return group
 
 
-def _started(place: Place | None, settings: _Settings, device_type: str) -> Group:
-    """Make the process group of the processes that were started together, or of this one alone."""
+def _started(place: Place | None, settings: Parallel, device_type: str) -> Group:
+    """Make the process group of the ranks that were started together, or of this one alone."""
     dist: Any = torch.distributed
     limit = timedelta(seconds=settings.timeout)
     if place is None:
@@ -165,13 +148,13 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
         store: Any = dist.HashStore()
         local_rank = 0
     else:
-        waiting = Waiting(place)
-        with waiting.for_the_first():
-            store = _met(dist, place, limit, waiting=waiting)
+        waiting = WaitReport(place)
+        with waiting.of_rank0():
+            store = _store(dist, place, limit, waiting=waiting)
         backend, index, local_rank = _agreed(store, place, settings=settings, device_type=device_type, waiting=waiting)
     device = torch.device(device_type, index) if index is not None else None
     if device is not None:
-        torch.get_device_module(device_type).set_device(device)  # it is this process's own from now on
+        torch.get_device_module(device_type).set_device(device)
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=limit, device_id=device
     )
@@ -183,8 +166,8 @@ def _started(place: Place | None, settings: _Settings, device_type: str) -> Grou
     return group
 
 
-def _met(dist: Any, place: Place, limit: timedelta, *, waiting: Waiting) -> Any:
-    """Return the store where all processes meet; the first one, or torchrun itself, has it."""
+def _store(dist: Any, place: Place, limit: timedelta, *, waiting: WaitReport) -> Any:
+    """Return the store where all ranks meet; rank 0, or torchrun itself, has it."""
     url = f"tcp://{place.address}?rank={place.rank}&world_size={place.size}"
     seconds = limit.total_seconds()
     try:
@@ -193,13 +176,13 @@ def _met(dist: Any, place: Place, limit: timedelta, *, waiting: Waiting) -> Any:
             return own_part(dist, store, rank=place.rank, size=place.size, seconds=seconds, look=waiting.look)
         host, _, port = place.address.rpartition(":")
         first = place.rank == 0
-        # It waits for nobody: the first process hears of the others in `_agreed`, where it can say who is missing.
+        # No wait for workers: rank 0 waits in `_agreed`, where it can name the ranks that are missing.
         store = dist.TCPStore(
             host.strip("[]"), int(port), is_master=first, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise DistributedError(
-            f"rank {place.rank}: the {place.size} processes have not met at {place.address}",
+            f"rank {place.rank}: not all of the {place.size} processes have connected to {place.address}",
             have=str(error).splitlines()[0],
             want=f"{place.size} processes, ranks 0 to {place.size - 1}, within {limit.total_seconds():g} s",
             fix="look at the other processes' output; all must reach that address, and no rank may come twice",
@@ -209,11 +192,11 @@ def _met(dist: Any, place: Place, limit: timedelta, *, waiting: Waiting) -> Any:
 
 
 def _agreed(
-    store: Any, place: Place, *, settings: _Settings, device_type: str, waiting: Waiting
+    store: Any, place: Place, *, settings: Parallel, device_type: str, waiting: WaitReport
 ) -> tuple[str, int | None, int]:
-    """Let the first process hear of every one before any waits in the group: what is wrong on one is told to all.
+    """Have rank 0 check the facts of all ranks before any waits in the group: a problem of one is raised on all.
 
-    Returns the backend, the index of this process's own device and its local rank.
+    Returns the backend, the index of this rank's device and its local rank.
     """
     dist: Any = torch.distributed
     facts: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": place.local_rank}
@@ -239,8 +222,8 @@ def _agreed(
     return backend, None if device_type == "cpu" else _device_index(device_type, local_rank), local_rank
 
 
-def _all_have_come(store: Any, place: Place, *, timeout: float, waiting: Waiting) -> None:
-    """Wait, in the first process, until every one has come; torch's DistStoreError where one does not in time."""
+def _all_have_come(store: Any, place: Place, *, timeout: float, waiting: WaitReport) -> None:
+    """Wait, on rank 0, until every rank has come; torch's DistStoreError where one does not in time."""
     end = time.monotonic() + timeout
     for rank in range(place.size):
         while not store.check([str(rank)]):
@@ -257,7 +240,7 @@ def _missing(store: Any, size: int) -> list[int]:
 
 def _not_come(store: Any, place: Place, timeout: float) -> DistributedError:
     dist: Any = torch.distributed
-    with suppress(dist.DistError):  # where the store is gone as well, nobody knows
+    with suppress(dist.DistError):  # the store may be gone as well
         missing = [str(rank) for rank in _missing(store, place.size)]
         return DistributedError(
             f"rank {place.rank}: not all of the {place.size} processes have come to their Trainer",
@@ -269,7 +252,7 @@ def _not_come(store: Any, place: Place, timeout: float) -> DistributedError:
 
 
 def _verdict(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the first process says to all: what is wrong, and the local ranks where the environment has none."""
+    """Return the first problem of any rank, and the local ranks where the environment has none."""
     problem, seen, on_host = "", dict[str, int](), Counter[str]()
     local_ranks: list[int] = []
     for rank, fact in enumerate(facts):
@@ -289,8 +272,8 @@ def _verdict(facts: list[dict[str, Any]]) -> dict[str, Any]:
     return {"problem": problem, "local_ranks": [] if complete else local_ranks}
 
 
-def _backend(dist: Any, settings: _Settings, device_type: str) -> str:
-    """Return the backend of a new group: as asked for, else the device's own, with gloo beside it for the host."""
+def _backend(dist: Any, settings: Parallel, device_type: str) -> str:
+    """Return the backend of a new group: of the setting, else of the device, with gloo for tensors on the host."""
     asked = settings.backend or _backend_of(dist, device_type)
     names = [pair.rpartition(":")[2] for pair in asked.split(",")]
     for name in names:
@@ -314,7 +297,7 @@ def _backend_of(dist: Any, device_type: str) -> str:
 
 
 def _device_index(device_type: str, local_rank: int) -> int:
-    """Return the device of this process: by its local rank; the only one, where each process is shown its own."""
+    """Return the index of this rank's device: its local rank; 0 where each process sees one device of its own."""
     count = torch.get_device_module(device_type).device_count()
     if local_rank < count:
         return local_rank
@@ -328,6 +311,6 @@ def _device_index(device_type: str, local_rank: int) -> int:
 
 
 def _identity(device_type: str, index: int) -> str:
-    """What tells a device from all others of all machines, as far as torch knows."""
+    """Return an identity of a device among all machines, as far as torch knows one."""
     properties = torch.get_device_module(device_type).get_device_properties(index)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{device_type}:{index}')}"

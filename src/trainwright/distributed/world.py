@@ -1,83 +1,95 @@
-"""The processes of a run: which one this is, and what all of them say together."""
+"""The ranks of a run and their collectives: `World` is one rank alone, `Group` one of several."""
 
 from __future__ import annotations
 
+import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
+from trainwright.distributed.mesh import Mesh, of_ranks
+
 T = TypeVar("T")
-TOGETHER = 2**28
-"""Bytes of the tensors that one collective takes at most: they are laid end to end for it, in memory of its own."""
+FLAT_BYTES = 2**28
+"""The most bytes that one collective broadcasts: tensors are copied into one flat tensor for it."""
 
 
 class World:
-    """One process: it is the whole world, and every answer of its own is everybody's."""
+    """One rank alone: each collective returns its own value."""
 
     rank = 0
-    """Which process this is, from 0."""
+    """The rank of this process, from 0."""
     size = 1
-    """How many processes there are."""
+    """The world size."""
     local_rank = 0
-    """Which process of its machine this is, from 0."""
+    """The rank of this process on its machine, from 0."""
     device_index: int | None = None
-    """Which device of the machine is this process's own; None where there is no choice to make."""
+    """The index of this rank's device; None where there is no choice."""
+    mesh = Mesh()
+    """The role of this rank: its rows of the data, its copy or shard of the weights."""
 
     @property
     def is_main(self) -> bool:
         """Whether this process prints and writes."""
         return self.rank == 0
 
-    def sum(self, *tensors: Tensor) -> None:
-        """Add `tensors` of one kind up over all processes, in place, in one collective on their device."""
+    def all_reduce(self, *tensors: Tensor) -> None:
+        """Sum `tensors` of one device and dtype over all ranks, in place, in one collective on their device."""
 
-    def total(self, *numbers: float) -> list[float]:
-        """The sums over all processes of numbers of the host, in float64, in one collective."""
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Return the sums over all ranks of numbers on the host, in float64, in one collective."""
         return list(numbers)
 
-    def gather(self, value: T) -> list[T]:
-        """What every process gives, by rank; on every process. Anything that can be pickled, on the host."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on every rank; any value that can be pickled."""
         return [value]
 
-    def gather_on_main(self, value: T) -> list[T]:
-        """Return the value of every rank on rank 0, by rank; an empty list on the others. As `gather` else."""
+    def gather_on_rank0(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on rank 0; an empty list on the others."""
         return [value]
 
-    def same(self, value: T) -> T:
-        """What the first process gives, on every process. Anything that can be pickled, on the host."""
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0 on every rank; any value that can be pickled."""
         return value
 
-    def align(self, tensors: Iterable[Tensor]) -> None:
-        """Give `tensors` of every process the values that the first one's have, in place."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors of rank 0 into those of the other ranks, in place."""
 
-    def wait(self) -> None:
-        """Wait until every process has come here."""
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
 
-    def watched(self, tell: Callable[[], str]) -> AbstractContextManager[None]:
-        """Return a context in which the processes look after each other; `tell` says where this one stands."""
+    def watch(self, position: Callable[[], str]) -> AbstractContextManager[None]:
+        """Return a context in which the ranks watch each other; `position` describes this rank's progress."""
         return nullcontext()
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the others that this process ends in `error`; the first one to say so is the one they name."""
+    def report_error(self, error: BaseException) -> None:
+        """Report to the other ranks that this one ends in `error`; they name the rank that reports first."""
 
-    def blame(self, error: BaseException) -> BaseException:
-        """Return what an error of this process comes from: DistributedError where it only follows from another's."""
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return the cause of an error of this rank: DistributedError where it follows from another rank's."""
         return error
 
 
 class Group(World):
-    """One of several processes, which have a process group of torch's.
+    """One rank of a process group of torch.
 
-    Every method is for all processes alike, in the same order. What lies on the host goes through gloo, whatever the
-    group's own backend is, so that no device is waited for. A process that does not answer for `timeout` seconds ends
-    the run.
+    All ranks call the methods in the same order. Values on the host are sent by gloo, whatever the backend of the group
+    is, so that no call waits for a device. A rank that does not answer for `timeout` seconds ends the run.
     """
 
     def __init__(
-        self, group: Any = None, *, local_rank: int = 0, device_index: int | None = None, timeout: float = 300.0
+        self,
+        group: Any = None,
+        *,
+        local_rank: int = 0,
+        device_index: int | None = None,
+        timeout: float = 300.0,
+        shards: bool = False,
     ) -> None:
         import torch.distributed as dist
 
@@ -88,92 +100,89 @@ class Group(World):
         """The process group; None is torch's default one."""
         self.rank, self.size, self.local_rank = dist.get_rank(group), dist.get_world_size(group), local_rank
         limit = timedelta(seconds=timeout)
-        self.host: Any = group if _serves_the_host(dist, group) else dist.new_group(backend="gloo", timeout=limit)
-        """The process group for what lies on the host."""
+        self.host: Any = group if _takes_host_tensors(dist, group) else dist.new_group(backend="gloo", timeout=limit)
+        """The process group for values on the host."""
         self.device_index, self.timeout = device_index, timeout
+        self.mesh = of_ranks(self.rank, self.size, shards=shards)
         self._watch = PeerWatch(self)
 
     @property
     def backend(self) -> str:
-        """What the group communicates by: "gloo", "nccl"."""
+        """The backend of the group: "gloo", "nccl"."""
         name: str = self._dist.get_backend(self.group)
         return name
 
-    def sum(self, *tensors: Tensor) -> None:
-        """Add `tensors` of one kind up over all processes, in place, in one collective on their device."""
+    def all_reduce(self, *tensors: Tensor) -> None:
+        """Sum `tensors` of one device and dtype over all ranks, in place, in one collective on their device."""
         if len(tensors) == 1 and tensors[0].is_contiguous():
             self._dist.all_reduce(tensors[0], group=self._group_of(tensors[0]))
         elif tensors:
-            self._together(tensors, lambda flat: self._dist.all_reduce(flat, group=self._group_of(flat)))
+            self._flat(tensors, lambda flat: self._dist.all_reduce(flat, group=self._group_of(flat)))
 
-    def total(self, *numbers: float) -> list[float]:
-        """The sums over all processes of numbers of the host, in float64, in one collective."""
-        import torch
-
+    def sum_numbers(self, *numbers: float) -> list[float]:
+        """Return the sums over all ranks of numbers on the host, in float64, in one collective."""
         wide = torch.tensor(numbers, dtype=torch.float64)
         self._dist.all_reduce(wide, group=self.host)
         summed: list[float] = wide.tolist()
         return summed
 
-    def gather(self, value: T) -> list[T]:
-        """What every process gives, by rank; on every process. Anything that can be pickled, on the host."""
+    def all_gather(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on every rank; any value that can be pickled."""
         gathered: list[Any] = [None] * self.size
         self._dist.all_gather_object(gathered, value, group=self.host)
         return gathered
 
-    def gather_on_main(self, value: T) -> list[T]:
-        """Return the value of every rank on rank 0, by rank; an empty list on the others. As `gather` else."""
+    def gather_on_rank0(self, value: T) -> list[T]:
+        """Return the values of all ranks, by rank, on rank 0; an empty list on the others."""
         gathered: list[Any] = [None] * self.size if self.is_main else []
         self._dist.gather_object(value, gathered if self.is_main else None, group_dst=0, group=self.host)
         return gathered
 
-    def same(self, value: T) -> T:
-        """What the first process gives, on every process. Anything that can be pickled, on the host."""
+    def broadcast(self, value: T) -> T:
+        """Return the value of rank 0 on every rank; any value that can be pickled."""
         sent: list[Any] = [value if self.is_main else None]
         self._dist.broadcast_object_list(sent, group_src=0, group=self.host)
         first: T = value if self.is_main else sent[0]
         return first
 
-    def align(self, tensors: Iterable[Tensor]) -> None:
-        """Give `tensors` of every process the values that the first one's have, in place."""
+    def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
+        """Copy the tensors of rank 0 into those of the other ranks, in place."""
         kinds: dict[tuple[Any, Any], list[Tensor]] = {}
         for tensor in tensors:
             kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor.detach())
         for alike in kinds.values():
-            for some in neighbours(alike, TOGETHER):
-                self._together(some, lambda flat: self._dist.broadcast(flat, group_src=0, group=self._group_of(flat)))
+            for some in split_by_bytes(alike, FLAT_BYTES):
+                self._flat(some, lambda flat: self._dist.broadcast(flat, group_src=0, group=self._group_of(flat)))
 
-    def wait(self) -> None:
-        """Wait until every process has come here."""
-        self.total(0)
+    def barrier(self) -> None:
+        """Wait until every rank has called this."""
+        self.sum_numbers(0)
 
-    def watched(self, tell: Callable[[], str]) -> AbstractContextManager[None]:
-        """Return a context in which the processes look after each other; `tell` says where this one stands.
+    def watch(self, position: Callable[[], str]) -> AbstractContextManager[None]:
+        """Return a context in which the ranks watch each other; `position` describes this rank's progress.
 
-        Inside it, a process that does not answer for `timeout` seconds, or that has failed while this one hears
-        nothing of it, ends this one: who and where is printed, and it exits with 1.
+        Inside it, a rank that does not answer for `timeout` seconds, or that has failed while this one waits for it,
+        ends this process: the rank and its line are printed, and the exit code is 1.
         """
-        return self._watch.during(tell, self.timeout)
+        return self._watch.during(position, self.timeout)
 
-    def failed(self, error: BaseException) -> None:
-        """Tell the others that this process ends in `error`; the first one to say so is the one they name."""
-        self._watch.failed(error)
+    def report_error(self, error: BaseException) -> None:
+        """Report to the other ranks that this one ends in `error`; they name the rank that reports first."""
+        self._watch.report_error(error)
 
-    def blame(self, error: BaseException) -> BaseException:
-        """Return what an error of this process comes from: DistributedError where it only follows from another's.
+    def cause_of(self, error: BaseException) -> BaseException:
+        """Return the cause of an error of this rank: DistributedError where it follows from another rank's.
 
-        An error of this process's own is told to the others, as `failed` does, and comes back as it is.
+        An error of this rank's own is reported to the others, as `report_error` does, and returned as it is.
         """
-        return self._watch.blame(error)
+        return self._watch.cause_of(error)
 
     def _group_of(self, tensor: Tensor) -> Any:
         return self.host if tensor.device.type == "cpu" else self.group
 
     @staticmethod
-    def _together(tensors: Sequence[Tensor], do: Any) -> None:
-        """Have one collective `do` its work on all tensors of one kind, laid end to end."""
-        import torch
-
+    def _flat(tensors: Sequence[Tensor], do: Any) -> None:
+        """Run a collective on one flat copy of all tensors, and copy the result back."""
         flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
         do(flat)
         start = 0
@@ -183,8 +192,8 @@ class Group(World):
                 start += tensor.numel()
 
 
-def neighbours(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
-    """Lists of neighbours that hold at most `most` bytes together, or one tensor."""
+def split_by_bytes(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
+    """Cut tensors into lists of at most `most` bytes each, or of one tensor."""
     cut: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -197,6 +206,46 @@ def neighbours(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
     return cut
 
 
-def _serves_the_host(dist: Any, group: Any) -> bool:
-    """Whether tensors of the host can go through a group."""
+def _takes_host_tensors(dist: Any, group: Any) -> bool:
+    """Whether a group takes tensors on the host."""
     return "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
+
+
+def packed(value: Any) -> bytes:
+    """Pickle a value for another rank: of a tensor its own elements only, not the storage that it is a view of."""
+    file = io.BytesIO()
+    _Packer(file, pickle.HIGHEST_PROTOCOL).dump(value)
+    return file.getvalue()
+
+
+def unpacked(data: bytes, device: torch.device | None = None) -> Any:
+    """Return a value that another rank has packed; tensors of an accelerator on `device`, else on the host."""
+    return _Unpacker(io.BytesIO(data), device).load()
+
+
+class _Packer(pickle.Pickler):
+    """Copies tensors of accelerators and views to the host."""
+
+    def persistent_id(self, value: Any) -> tuple[bool, Tensor] | None:
+        """Return whether a tensor comes from an accelerator, and its copy; None: it is pickled as it is."""
+        if type(value) is not Tensor or value.layout is not torch.strided:
+            return None
+        if not value.is_cpu:
+            return True, value.detach().cpu()
+        return (False, value.detach().clone()) if _is_view(value) else None
+
+
+class _Unpacker(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, device: torch.device | None) -> None:
+        super().__init__(file)
+        self._device = device
+
+    def persistent_load(self, sent: tuple[bool, Tensor]) -> Tensor:
+        """Return a tensor, on the accelerator if it comes from one."""
+        elsewhere, tensor = sent
+        return tensor.to(self._device) if elsewhere and self._device is not None else tensor
+
+
+def _is_view(tensor: Tensor) -> bool:
+    """Whether the storage of a tensor holds more than the tensor, or the tensor has a graph."""
+    return tensor.requires_grad or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

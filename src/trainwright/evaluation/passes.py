@@ -72,11 +72,11 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
                 tracker.read()
         tracker.merge(owner.world)
         numbers = tracker.means(prefix) if owner.is_main else {}
-        if not any(owner.world.total(seen)):
+        if not any(owner.world.sum_numbers(seen)):
             raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
         errors = {} if metrics is None or hooks.standard_error_of is None else _take_errors(numbers, metrics, prefix)
         # Inside the context that watches peers: a metric may fail on rank 0.
-        return owner.world.same(Evaluation(numbers, errors))
+        return owner.world.broadcast(Evaluation(numbers, errors))
 
 
 @contextmanager
@@ -216,7 +216,7 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
 @contextmanager
 def _on_all_ranks(owner: Owner) -> Iterator[None]:
     """Watch the peers, and use the buffers of rank 0 on every rank."""
-    with owner.world.watched(partial(position_text, owner)), rank0_buffers(owner):
+    with owner.world.watch(partial(position_text, owner)), rank0_buffers(owner):
         yield
 
 

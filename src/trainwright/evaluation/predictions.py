@@ -15,9 +15,8 @@ from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached, sequence_like
 from trainwright.data.source import Source
-from trainwright.distributed.batch_layout import Slice
-from trainwright.distributed.packing import packed, unpacked
-from trainwright.distributed.world import World
+from trainwright.distributed.mesh import Slice
+from trainwright.distributed.world import World, packed, unpacked
 from trainwright.evaluation.passes import autocast_step, side_effect_free
 from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
@@ -212,7 +211,7 @@ class DistributedOutputs(Outputs):
 
     def _gather(self) -> None:
         """Exchange the waiting outputs; all ranks have as many, and compute the same limit for the next exchange."""
-        sent = self._world.gather(packed(self._waiting))
+        sent = self._world.all_gather(packed(self._waiting))
         for each in zip(*map(unpacked, sent), strict=True):
             self._gathered += _joined_slices([outputs for outputs in each if outputs is not None])
         fits = AT_ONCE * len(self._waiting) // max(map(len, sent))

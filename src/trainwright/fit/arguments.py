@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.device import choose_device, devices_of, place, refuse_meta
 from trainwright.core.errors import SettingError, message, not_built
-from trainwright.distributed.ddp import DDP, in_sync
+from trainwright.distributed.mesh import Parallel, checked_parallel
 from trainwright.distributed.world import World
 from trainwright.metrics.metric_set import MetricSet, check_metrics
 from trainwright.modules.dtensors import is_sharded
@@ -25,7 +25,6 @@ from trainwright.update.owner import Owner
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
-    from trainwright.distributed.fsdp import FSDP
 
 T = TypeVar("T")
 
@@ -160,21 +159,24 @@ def _in_its_place(given: Any) -> str:
 
 
 def processes(
-    parallel: str | DDP | FSDP | None, device: str | torch.device, model: nn.Module
-) -> tuple[World, DDP | FSDP, torch.device]:
+    parallel: str | Parallel | None, device: str | torch.device, model: nn.Module
+) -> tuple[World, Parallel, torch.device]:
     """Return the ranks, the settings by which they share the work, and the device of this rank."""
-    settings = DDP() if parallel is None or isinstance(parallel, str) else parallel
+    settings = checked_parallel(parallel)
     chosen = choose_device(device, model)
-    shards: bool = getattr(settings, "shards", False)  # an object of another class is refused below
-    if chosen.type == "meta" and shards:
+    if chosen.type == "meta" and settings.shards:
         chosen = choose_device(device, nn.Module())  # the weights are initialized on the device of the run
-    elif not shards and (device == "auto" or chosen.type != "meta"):
+    elif not settings.shards and (device == "auto" or chosen.type != "meta"):
         refuse_meta(model, "the model", want="weights; parallel=FSDP(...) alone makes them itself, shard by shard")
     world = World()
     if parallel is not None:
         from trainwright.distributed.start import as_world
 
         world = as_world(parallel, chosen.type)
+    if world.size > 1 and type(settings) is Parallel:
+        from trainwright.distributed.ddp import DDP
+
+        settings = DDP()
     index: int | None = getattr(world, "device_index", None)
     if device == "auto" and index is not None and len(devices_of(model)) < 2:
         chosen = torch.device(chosen.type, index)
@@ -196,6 +198,7 @@ def check_shards(owner: Owner) -> None:
     if owner.fast.compile is not None or owner.fast.channels_last is True:
         name = "channels_last=True" if owner.fast.compile is None else "compile=..."
         raise not_built(f"Fast({name}) with FSDP", "DDP(), or leave it out")
+    assert isinstance(owner.parallel, fsdp.FSDP)
     fsdp.check_precision(owner.parallel, owner.precision)
     fsdp.check_optimizers(owner.model, owner.optimizers)
     fsdp.follow(owner.model, owner.optimizers)
@@ -203,14 +206,17 @@ def check_shards(owner: Owner) -> None:
 
 def place_all(owner: Owner, *beside: Any) -> None:
     """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
-    if not owner.parallel.shards:
-        place(owner.model, owner.device)
-        if owner.parallel.sync_batchnorm and owner.world.size > 1:
-            in_sync(owner.model, cast(Any, owner.world), device=owner.device)
-    else:
+    settings: Any = owner.parallel
+    if settings.shards:
         from trainwright.distributed.fsdp import shard
 
-        shard(owner.model, owner.parallel, owner.world, device=owner.device)
+        shard(owner.model, settings, owner.world, device=owner.device)
+    else:
+        place(owner.model, owner.device)
+        if owner.world.size > 1 and settings.sync_batchnorm:
+            from trainwright.distributed.ddp import convert_batchnorm
+
+            convert_batchnorm(owner.model, cast(Any, owner.world), device=owner.device)
     for module in beside:
         if isinstance(module, nn.Module):
             if owner.device.type != "meta":

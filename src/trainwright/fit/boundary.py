@@ -165,7 +165,7 @@ class Boundary:
                     numbers |= measured
         finally:
             record.evaluation.read_batches = iter
-        return self.owner.world.same(numbers)
+        return self.owner.world.broadcast(numbers)
 
     def _check_numbers(self, numbers: Any) -> None:
         """Refuse an `evaluate` of the user's own that returns no dict, such as None without a return."""
@@ -194,7 +194,7 @@ class Boundary:
         counters, tracker, world = self.counters, self.run.tracker, self.owner.world
         counters.interrupted_validation = ""
         tracker.merge(world)
-        trained = world.same((tracker.means() or self._last_training_numbers()) if world.is_main else {})
+        trained = world.broadcast((tracker.means() or self._last_training_numbers()) if world.is_main else {})
         return {
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,

@@ -257,10 +257,10 @@ class FitContext:
         run.first_batch.close()
         error = self._first_error(raised)
         explain(error, owner)
-        caused = owner.world.blame(error) if isinstance(error, Exception) else error
+        caused = owner.world.cause_of(error) if isinstance(error, Exception) else error
         agreed = isinstance(error, Interrupted) and not error.late  # all ranks obey this signal together
         if not isinstance(error, Exception) and not agreed:
-            owner.world.failed(error)
+            owner.world.report_error(error)
         try:
             failures = rescue(boundary, caused) if record.has_begun else []
         except BaseException as second:  # a second Ctrl-C

@@ -68,7 +68,7 @@ def _joined_ranks(owner: Owner) -> Iterator[None]:
     """A context in which several ranks are monitored and have the random state of rank 0."""
     from trainwright.update.per_rank_state import position_text, rng_of_rank0
 
-    with owner.world.watched(partial(position_text, owner)), rng_of_rank0(owner.world):
+    with owner.world.watch(partial(position_text, owner)), rng_of_rank0(owner.world):
         yield
 
 

@@ -41,7 +41,7 @@ def check_same_config(owner: Owner, source: Source, val: Mapping[str, Source], *
         "probes": _probes(owner),
         "resume": "a resume" if resumes else "none",
     }
-    first, *others = owner.world.gather(given)
+    first, *others = owner.world.all_gather(given)
     for rank, other in enumerate(others, start=1):
         for name in first:
             if first[name] != other[name]:
@@ -142,10 +142,10 @@ class RankSync:
         main = self._world.is_main
         signals = [float(signal == number) for number in ENDING]
         clock = (self._counters.seconds, float(self._next())) if main else (0.0, 0.0)
-        stops, saves, seconds, self.at, *given = self._world.total(
+        stops, saves, seconds, self.at, *given = self._world.sum_numbers(
             float(self.stop_reason != ""), save, *clock, *signals
         )
-        stop = next((reason for reason in self._world.gather(self.stop_reason) if reason), "") if stops else ""
+        stop = next((reason for reason in self._world.all_gather(self.stop_reason) if reason), "") if stops else ""
         self.stop_reason = ""
         number = next((number for number, times in zip(ENDING, given, strict=True) if times), 0)
         return Requests(stop=stop, signal=number, save=bool(saves), seconds=seconds)

@@ -174,7 +174,7 @@ def path_at(manager: CheckpointManager | None, update: int) -> Path | None:
 def write_weights(owner: Owner, path: str | Path) -> None:
     """Write the evaluation weights to one file, on rank 0; return, or raise its error, on every rank afterwards."""
     path = local_path(path, "save_weights({})", file=True)
-    with owner.world.watched(partial(position_text, owner)), evaluation_weights(owner):
+    with owner.world.watch(partial(position_text, owner)), evaluation_weights(owner):
         weights = full_weights(owner)
         if owner.world.size == 1:
             save_weights(path, weights)
@@ -187,7 +187,7 @@ def full_weights(owner: Owner) -> dict[str, Any]:
     if not owner.parallel.shards:
         weights: dict[str, Any] = owner.model.state_dict()
         return weights
-    from trainwright.distributed.gathered_weights import full_state_dict
+    from trainwright.distributed.fsdp import full_state_dict
 
     return full_state_dict(owner.model, owner.world)
 

@@ -101,7 +101,7 @@ class Run:
 
     def _bind_slots(self, owner: Owner) -> None:
         # A norm may be a collective, and is checked: all ranks measure it, whichever of them has the observer.
-        wants_norm = any(owner.world.total(any("grad_norm" in observer.wants for observer in owner.observers)))
+        wants_norm = any(owner.world.sum_numbers(any("grad_norm" in observer.wants for observer in owner.observers)))
         modules = trained_modules(owner)
         self.optimizer_steps = OptimizerSteps(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.optimizer_steps.all.gradients

@@ -67,7 +67,7 @@ class RunCheckpoints:
         if owner.world.size > 1:  # before the evaluation weights are in the model, which have other statistics
             random = replaced.get("random") or self.run.random.state_dict()
             own = rank_state(owner, self.run.source, random["now"])
-            replaced[PROCESSES] = owner.world.gather(own)
+            replaced[PROCESSES] = owner.world.all_gather(own)
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
                 gather(owner.parts()) | replaced,

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.trees import tensors_in
-from trainwright.distributed.packing import packed
+from trainwright.distributed.world import packed
 from trainwright.metrics.kinds import PassMetric, totals_of
 from trainwright.metrics.totals import Total
 

@@ -8,8 +8,7 @@ from typing import Any, Protocol
 
 import torch
 
-from trainwright.distributed.packing import packed, unpacked
-from trainwright.distributed.world import World
+from trainwright.distributed.world import World, packed, unpacked
 
 
 class Accumulator(Protocol):
@@ -74,7 +73,7 @@ def reduce_to_rank0(world: World, accumulators: Sequence[Accumulator], *, device
     """
     if world.size == 1:
         return
-    ranks = world.gather_on_main(packed([accumulator.state_dict() for accumulator in accumulators]))
+    ranks = world.gather_on_rank0(packed([accumulator.state_dict() for accumulator in accumulators]))
     if not world.is_main:
         for accumulator in accumulators:
             accumulator.reset()

@@ -18,7 +18,7 @@ from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.generators import is_stateful
 from trainwright.data.row_batches import Batches
 from trainwright.data.sources import open_source
-from trainwright.distributed.ddp import DDP
+from trainwright.distributed.mesh import Parallel
 from trainwright.distributed.world import World
 from trainwright.fit.arguments import bound_hooks, checked_fast, checked_metrics, checked_observers, checked_schedule
 from trainwright.fit.record import NOT_RUNNING, StageRecord
@@ -71,7 +71,7 @@ def variant(trainer: T, **settings: Any) -> T:
         what = "a trial in a group of processes, or of a model in shards"
         raise SettingError(what, want="one process", fix="call it in a run of its own: python script.py")
     twin = copy.copy(trainer)
-    twin.world, twin.parallel = World(), DDP()
+    twin.world, twin.parallel = World(), Parallel()
     for name, value in {**_LEFT_OUT, **settings}.items():
         if name not in _SETTINGS:
             raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")

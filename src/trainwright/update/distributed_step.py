@@ -17,7 +17,7 @@ from trainwright.core.records import Count
 from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
-from trainwright.distributed.ddp import Wrapped
+from trainwright.distributed.ddp import DDP, Wrapped
 from trainwright.distributed.gradient_averaging import GradientBuckets, fingerprint
 from trainwright.distributed.world import Group
 from trainwright.modules.modes import running_statistics
@@ -47,12 +47,22 @@ class DistributedStep(ImmediateCheck):
     `_Step.stats_param`, of which each forward returns the dot product with the numbers of its micro-batch.
     """
 
+    _window: ShardedWindow
+    """The window of the current update."""
+    _in_use: Wrapped | None = None
+    """DDP, where it averages during `backward`; None where gradients are averaged afterwards."""
+    reduces_stats_separately = True
+    """Whether counts and losses are averaged after the window: no DDP runs here, or it would round them."""
+    _stats_param: Tensor
+    """The parameter whose gradient they are; here, since a module looks up its own parameters with every use."""
+
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
         owner = run.owner
         assert isinstance(owner.world, Group)
-        self._owner, self._world, self._settings = owner, owner.world, owner.parallel
-        self._is_sharded: bool = self._settings.shards
+        self._owner, self._world = owner, owner.world
+        self._settings = owner.parallel if isinstance(owner.parallel, DDP) else DDP()
+        self._is_sharded = owner.parallel.shards
         """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
         hooks = owner._hooks
         self._is_default = not (hooks.overrides_update or hooks.overrides_compute_gradients)
@@ -105,17 +115,22 @@ class DistributedStep(ImmediateCheck):
             self._finds_unused = all_used and unused == "auto" and not self._settings.static_graph
             return
         self._module, self._wrapped, self._buckets, self._finds_unused = module, None, {}, False
+        self._stats_param = module.stats_param
         if self._wraps and (unused != "auto" or self._settings.static_graph):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
     def begin(self, window: Window) -> None:
         """Begin the update of a window: its gradients are new ones, wherever their memory is."""
         super().begin(window)
-        self.loss = 0.0
+        assert isinstance(window, ShardedWindow)
+        self._window, self.loss = window, 0.0
+        self._in_use = None if self._finds_unused else self._wrapped
+        self.reduces_stats_separately = self._in_use is None or not self._ddp_averages_stats
         self._reduced.clear()
-        self._zero_gradients(False)
+        if self._zero_hooks:
+            self._zero_gradients(False)
         if self._settings.sync_buffers:  # before any forward, which may save them for its backward
-            self._world.align(self._owner.model.buffers())
+            self._world.broadcast_tensors(self._owner.model.buffers())
 
     def _run_step(self, batch: Any) -> tuple[Tensor, ...]:
         """Run the step of the next micro-batch; return its loss, and under DDP the term of its statistics."""
@@ -123,8 +138,10 @@ class DistributedStep(ImmediateCheck):
         if window.position < 0:
             self._reset_stats()
         last = window.position + 2 == len(window.batches)
-        self._zero_gradients(window.is_dummy)
-        if window.is_dummy:
+        is_dummy = window.is_dummy
+        if is_dummy or self._zero_hooks:
+            self._zero_gradients(is_dummy)
+        if is_dummy:
             with self._no_side_effects():
                 return self._forward(batch, last=last)
         return self._forward(batch, last=last)
@@ -138,7 +155,8 @@ class DistributedStep(ImmediateCheck):
         """Average the gradients of the window over the ranks, unless DDP has done so in `backward`; read its count."""
         module = self._module
         assert module is not None
-        self._zero_gradients(False)
+        if self._zero_hooks:
+            self._zero_gradients(False)
         if self._in_use is None and not self._is_sharded:
             buckets = self._buckets_of(module.trained)
             stats = buckets.average(self._window_stats)
@@ -148,14 +166,15 @@ class DistributedStep(ImmediateCheck):
         elif self._ddp_averages_stats:
             assert self._in_use is not None
             self._in_use.check()
-            assert module.stats_param.grad is not None
-            stats = module.stats_param.grad
+            assert self._stats_param.grad is not None
+            stats = self._stats_param.grad
         else:
             if self._in_use is not None:
                 self._in_use.check()
             stats = self._window_stats / self._world.size
-            self._world.sum(stats)
-        self._mark(self._run.gradients.parameters)
+            self._world.all_reduce(stats)
+        if not self._is_default:
+            self._mark(self._run.gradients.parameters)
         self._read_stats(stats)
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
@@ -173,7 +192,7 @@ class DistributedStep(ImmediateCheck):
         self._zero_gradients(False)
         if self._is_sharded:
             stats = self._window_stats / self._world.size
-            self._world.sum(stats)
+            self._world.all_reduce(stats)
         else:
             stats = self._buckets_of(parameters).average(self._window_stats)
         self._mark(parameters)
@@ -182,6 +201,8 @@ class DistributedStep(ImmediateCheck):
 
     def scale_and_check(self, gradients: Gradients) -> Tensor | None:
         """Average gradients that a `backward` of the user has made, then scale and check them."""
+        if self._is_default:
+            return super().scale_and_check(gradients)
         self._reduce_manual(gradients.parameters)
         found_inf = super().scale_and_check(gradients)
         self._mark(gradients.parameters)
@@ -222,8 +243,7 @@ class DistributedStep(ImmediateCheck):
 
     def _mark(self, parameters: Sequence[Tensor]) -> None:
         """Record that gradients, as they are now, are averages over the ranks."""
-        if not self._is_default:
-            self._reduced |= fingerprint(parameters)
+        self._reduced |= fingerprint(parameters)
 
     def synchronize(self) -> None:
         """Check that all gradients were averaged, and report the updates that were held for it."""
@@ -248,7 +268,7 @@ class DistributedStep(ImmediateCheck):
         if not self._reduce_manual(gradients.parameters):
             return loss
         value = torch.as_tensor(loss, dtype=torch.float64).detach() * self._share_of(1)
-        self._world.sum(value)
+        self._world.all_reduce(value)
         return value.to(loss.dtype) if isinstance(loss, Tensor) else value
 
     def complete_loss(self, loss: Tensor, factor: Count) -> Tensor:
@@ -276,28 +296,15 @@ class DistributedStep(ImmediateCheck):
             return self.loss / self._window.all_rows
         return torch.nan if self._is_default else self.loss
 
-    @property
-    def _in_use(self) -> Wrapped | None:
-        """DDP, where it averages during `backward`; None where gradients are averaged afterwards."""
-        return None if self._finds_unused else self._wrapped
-
-    @property
-    def _window(self) -> ShardedWindow:
-        window = self._owner._tracker.window
-        assert isinstance(window, ShardedWindow)
-        return window
-
     def _share_of(self, of: int) -> float:
         """Return this rank's share of `of`, by rows; in a window without a row all ranks run the same batch."""
         window = self._window
         return of * sum(window.rows) / window.all_rows if window.all_rows else of / self._world.size
 
     def _reset_stats(self) -> None:
-        stats = self._module.stats_param if self._module is not None else None
-        assert stats is not None
         if self.reduces_stats_separately:
-            self._window_stats = torch.zeros_like(stats.detach())
-        stats.grad = None
+            self._window_stats = torch.zeros_like(self._stats_param.detach())
+        self._stats_param.grad = None
 
     def _zero_gradients(self, zero: bool) -> None:
         """Make the gradients of the next `backward` 0, or stop it. A weight of 0 is not enough: 0 times NaN is NaN."""
@@ -329,8 +336,7 @@ class DistributedStep(ImmediateCheck):
 
     def _record_stats(self, loss: Tensor, count: Count | None, weight: Count) -> None:
         """Record the count of a micro-batch and its weighted loss, to be averaged over the ranks."""
-        assert self._module is not None
-        stats, value = self._module.stats_param, weighted_value(loss, weight)
+        stats, value = self._stats_param, weighted_value(loss, weight)
         kind, count = stats.dtype, count or 0
         if value.is_cpu and not isinstance(count, Tensor):
             # torch.tensor would take ten times as long for two numbers.
@@ -340,11 +346,6 @@ class DistributedStep(ImmediateCheck):
             self.batch_stats = torch.stack([counted, value.to(kind)]).to(stats.device)
         if self.reduces_stats_separately:
             self._window_stats = self._window_stats + self.batch_stats
-
-    @property
-    def reduces_stats_separately(self) -> bool:
-        """Whether counts and losses are averaged after the window: no DDP runs here, or it would round them."""
-        return self._in_use is None or not self._ddp_averages_stats
 
     def _read_stats(self, stats: Tensor) -> None:
         """Take over the count and the loss of the window, from their means over the ranks."""
@@ -398,6 +399,6 @@ class _Step(nn.Module):
         """Return the loss of a micro-batch, and a 0 whose gradient is its count and its weighted loss."""
         strategy = self._strategy[0]
         loss = strategy.recorded_step(batch)
-        return (
-            (loss,) if strategy.reduces_stats_separately else (loss, torch.dot(self.stats_param, strategy.batch_stats))
-        )
+        if strategy.reduces_stats_separately:
+            return (loss,)
+        return loss, torch.dot(strategy._stats_param, strategy.batch_stats)

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.progress import Counters
 from trainwright.core.records import Result
+from trainwright.distributed.mesh import Parallel
 from trainwright.distributed.world import World
 from trainwright.precision.base import Precision
 from trainwright.protocols import Observer, Stateful
@@ -48,7 +49,7 @@ class Owner(Protocol):
     on_oom: str | None
     world: World
     is_main: bool
-    parallel: Any
+    parallel: Parallel
     fast: Fast
     observers: Sequence[Observer]
 

@@ -15,9 +15,8 @@ from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, rng_preserved, seed, set_random_state
 from trainwright.core.torch_private import BatchNorm, versions_preserved
 from trainwright.core.trees import parameters_in
-from trainwright.distributed.batch_layout import Shard, Slice
-from trainwright.distributed.packing import packed, unpacked
-from trainwright.distributed.world import World
+from trainwright.distributed.mesh import Shard, Slice
+from trainwright.distributed.world import World, packed, unpacked
 from trainwright.modules.dtensors import is_sharded, reshard
 from trainwright.modules.modes import running_statistics
 from trainwright.protocols import Tree
@@ -44,7 +43,7 @@ def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]
     Afterwards the other ranks continue with their own state; `generators`, those of the data, are not restored.
     """
     own = random_state()
-    state, states = world.same((own, [generator.get_state() for generator in generators]))
+    state, states = world.broadcast((own, [generator.get_state() for generator in generators]))
     if world.is_main:
         yield
         return
@@ -68,8 +67,8 @@ def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> It
 def describe_ranks(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
     """Return the header's lines on several ranks. `apart`: each reads batches of its own."""
     world: Any = owner.world
-    size = None if plan.batch_size is None else plan.batch_size * (world.size if apart else 1)
-    rows = "" if size is None else f": {_part(owner).told(size)} rows in a micro-batch"
+    size = None if plan.batch_size is None else plan.batch_size * (world.mesh.data if apart else 1)
+    rows = "" if size is None else f": {_part(owner).layout_text(size)} rows in a micro-batch"
     by = f"{world.size} processes by {type(owner.parallel).__name__} on {world.backend}{rows}"
     late = 'on_error="save" saves nothing here: of several processes the others are somewhere else'
     return [by, late] if owner.on_error == "save" else [by]
@@ -106,11 +105,11 @@ def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
     last: Slice | None = None
     while True:
         found = next(own, None)
-        have, lack = world.total(found is not None, found is None and last is None)
+        have, lack = world.sum_numbers(found is not None, found is None and last is None)
         if not have:
             return
         if lack:  # a rank without any batch runs another's
-            firsts = world.gather(None if found is None else packed(found))
+            firsts = world.all_gather(None if found is None else packed(found))
             last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
         last = found if found is not None else last
         assert last is not None
@@ -123,7 +122,7 @@ def rank0_buffers(owner: Owner) -> Iterator[None]:
     buffers = _whole(owner.model.buffers())
     copies = [buffer.detach().clone() for buffer in buffers]
     with versions_preserved(buffers):
-        owner.world.align(buffers)
+        owner.world.broadcast_tensors(buffers)
         try:
             yield
         finally:
@@ -143,8 +142,10 @@ def among_ranks(owner: Owner) -> Iterator[None]:
     if world.size == 1:
         yield
         return
-    same = owner.parallel.same_noise
-    with world.watched(partial(position_text, owner)), per_rank_noise(world, same=same):
+    from trainwright.distributed.ddp import DDP
+
+    same_noise = isinstance(owner.parallel, DDP) and owner.parallel.same_noise
+    with world.watch(partial(position_text, owner)), per_rank_noise(world, same=same_noise):
         yield
 
 
@@ -164,14 +165,14 @@ def per_rank_noise(world: World, *, same: bool) -> Iterator[None]:
     With `same` all draw as rank 0 does. After an error each continues where it was.
     """
     before = random_state()
-    first = world.same(before)
+    first = world.broadcast(before)
     set_random_state(first if same else derived_rng(first, world.rank))
     try:
         yield
     except BaseException:
         set_random_state(before)
         raise
-    set_random_state(world.same(random_state()))
+    set_random_state(world.broadcast(random_state()))
 
 
 def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
@@ -238,14 +239,14 @@ def refresh_shards(owner: Owner) -> None:
 
 def broadcast_buffers(owner: Owner) -> None:
     """Broadcast the buffers of rank 0: all ranks evaluate, save and return the same model."""
-    owner.world.align(_whole(owner.model.buffers()))
+    owner.world.broadcast_tensors(_whole(owner.model.buffers()))
 
 
 def broadcast_weights(owner: Owner) -> None:
     """Broadcast the weights of rank 0: model, loss, frozen modules, and all else that is trained."""
     tensors = [tensor for module in networks_of(owner) for tensor in (*module.parameters(), *module.buffers())]
     tensors += parameters_in(*owner.optimizers.values())
-    owner.world.align({id(one): one for one in _whole(tensors)}.values())
+    owner.world.broadcast_tensors({id(one): one for one in _whole(tensors)}.values())
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -260,7 +261,8 @@ def _statistics(owner: Owner) -> dict[str, Tensor]:
 
 
 def _part(owner: Owner) -> Shard:
-    return Shard(owner.world.rank, owner.world.size, least=2 if _normalises_rows(owner) else 1)
+    mesh = owner.world.mesh
+    return Shard(mesh.rank, mesh.data, least=2 if _normalises_rows(owner) else 1)
 
 
 def _normalises_rows(owner: Owner) -> bool:

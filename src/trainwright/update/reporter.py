@@ -42,7 +42,7 @@ class UpdateReporter:
             if type(observer).on_update is not Observer.on_update
         ]
         here = len(self._notify) > 0
-        self.is_needed = any(owner.world.total(here)) if self._holds else here
+        self.is_needed = any(owner.world.sum_numbers(here)) if self._holds else here
         """Whether there is an observer: on any rank, where all ranks exchange numbers."""
 
     def report(self, window: Window, *, skipped: bool) -> None:

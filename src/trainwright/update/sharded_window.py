@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from trainwright.core.records import Count
-from trainwright.distributed.batch_layout import Slice
+from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import World
 from trainwright.update.window import Move, Window
 
@@ -104,16 +104,16 @@ def sharded_windows(
     ranks run equally many micro-batches. `dummies_beside_rows=False`: no dummy is run by a rank that has rows; for code
     that may join the micro-batches of a window, where rows of a dummy would be rows like any.
     """
-    slices = iter(slices)
+    slices, ranks = iter(slices), world.mesh.data
     last: Slice | None = None
     while True:
         group = list(islice(slices, accumulate))
         nearest = group[0] if group else last
-        if nearest is not None and nearest.whole is not None:  # batches that all ranks share
+        if nearest is not None and nearest.all_rows is not None:  # batches that all ranks share
             if not group:
                 return
             own = [rows(one.batch) if one.rows is None else one.rows for one in group]
-            all_rows, most = sum(one.whole or 0 for one in group), len(group)
+            all_rows, most = sum(one.all_rows or 0 for one in group), len(group)
         else:
             own = [rows(one.batch) for one in group]
             all_rows, lengths = _sum_over_ranks(own, world)
@@ -132,21 +132,22 @@ def sharded_windows(
         counts: list[Count] | None = None
         if count is not None and len(group) > 1:  # a dummy counts nothing, in the shares of a custom loop either
             counts = [count(batch) if n else 0 for batch, n in zip(batches, own, strict=True)]
-        yield ShardedWindow(batches, own, counts, all_rows=all_rows, all_batches=most, ranks=world.size, move=move)
+        yield ShardedWindow(batches, own, counts, all_rows=all_rows, all_batches=most, ranks=ranks, move=move)
 
 
 def _sum_over_ranks(own: list[int], world: World) -> tuple[int, list[int]]:
     """Return the rows of a window over all ranks, and the micro-batches of each rank: one collective on the host."""
-    lengths = [float(len(own)) if rank == world.rank else 0.0 for rank in range(world.size)]
-    rows, *each = world.total(sum(own), *lengths)
+    mesh = world.mesh
+    lengths = [float(len(own)) if rank == mesh.rank else 0.0 for rank in range(mesh.data)]
+    rows, *each = world.sum_numbers(sum(own), *lengths)
     return int(rows), [int(length) for length in each]
 
 
 def _dummy(group: list[Slice], last: Slice | None, *, world: World, some_have_none: bool) -> Slice:
     """Return the dummy for a rank that has too few micro-batches: its last one, or the first of another rank."""
     own = group[-1] if group else last
-    if some_have_none and any(world.gather(own is None)):
-        offered = world.gather(group[0].batch if group else None)
+    if some_have_none and any(world.all_gather(own is None)):
+        offered = world.all_gather(group[0].batch if group else None)
         first = next(batch for batch in offered if batch is not None)  # some rank has one
         own = Slice(first, 0, None) if own is None else own
     assert own is not None

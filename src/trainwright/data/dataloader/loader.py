@@ -22,7 +22,7 @@ from trainwright.data.generators import Generators, hidden_in, is_stateful
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import Source, shallow_copy
 from trainwright.data.stateful import own_state_of
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 _ALONE = Shard(0, 1)
 
@@ -89,7 +89,7 @@ class LoaderBatches(Source):
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
         if self._part is not None and self.batch_size is not None and not self.sharded:
-            size = f"batches of {self._part.told(self.batch_size)}"
+            size = f"batches of {self._part.layout_text(self.batch_size)}"
         size += " on each process" if self._part is not None and self.sharded else ""
         n = self._loader.num_workers
         workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""

@@ -17,7 +17,7 @@ from trainwright.data.cutting import cut, cut_batches, rows_of
 from trainwright.data.dataloader.order import draws_at_most_at_first
 from trainwright.data.dataloader.position import length_of
 from trainwright.data.sharding import read_as, reading_part
-from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.mesh import Shard, Slice
 
 _KNOW_THEIR_RANK = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
 """What samplers call the number of processes and their own: torch's, accelerate's, others'."""

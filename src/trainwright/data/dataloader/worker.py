@@ -17,7 +17,7 @@ from trainwright.core.rng import host_random_state, set_random_state
 from trainwright.core.torch_private import EndOfIterable, ResumeIteration, replace_worker_messages
 from trainwright.data.generators import is_stateful
 from trainwright.data.sharding import set_part
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 SURVIVES = 30.0
 """Seconds that a worker lives on after a first SIGTERM: the main process has 20 to end by itself."""

@@ -14,7 +14,7 @@ from trainwright.data.arrays import Table
 from trainwright.data.row_batches import Batches, BatchSettings
 from trainwright.data.seeded import SeededRows, mixed
 from trainwright.data.transforms.augment import Augmentation, Draws, images_of
-from trainwright.distributed.batch_layout import Slice
+from trainwright.distributed.mesh import Slice
 
 Given = MutableMapping[Tensor, "_Place"]
 """The draws of batches that are held, by their images."""
@@ -82,8 +82,8 @@ class AugmentedBatches(Batches):
 
     def _place(self, given: Any, seed: int) -> _Place:
         part = self._part
-        if part is not None and isinstance(given, Slice) and given.whole is not None:
-            return _Place(seed, given.whole, part.run(given.whole))
+        if part is not None and isinstance(given, Slice) and given.all_rows is not None:
+            return _Place(seed, given.all_rows, part.run(given.all_rows))
         batch = given.batch if isinstance(given, Slice) else given
         rows = len(images_of(batch))
         # Rows of this process's own: those of the first draw what they would draw on one process.

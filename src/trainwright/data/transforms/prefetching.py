@@ -20,7 +20,7 @@ from trainwright.data.dataloader.order import moves_random_state
 from trainwright.data.dataloader.position import length_of, set_epoch
 from trainwright.data.generators import is_stateful
 from trainwright.data.row_batches import Batches
-from trainwright.distributed.batch_layout import Shard
+from trainwright.distributed.mesh import Shard
 
 _POLL = 0.5
 """Seconds: on Windows a wait without a limit does not hear Ctrl-C."""

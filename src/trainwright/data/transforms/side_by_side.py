@@ -16,7 +16,7 @@ from trainwright.data.seeded import mixed_seed
 from trainwright.data.source import Source, shallow_copy
 from trainwright.data.sources import mark
 from trainwright.data.streams import Continuing
-from trainwright.distributed.batch_layout import Shard, Slice
+from trainwright.distributed.mesh import Shard, Slice
 
 LENGTHS = ("longest", "shortest")
 
@@ -230,10 +230,10 @@ class SideBySide(Source):
         first = next(iter(given.values()))
         part = self._part
         assert part is not None
-        served = {name: None if one.whole is None else part.served(one.whole) for name, one in given.items()}
+        served = {name: None if one.all_rows is None else part.served(one.all_rows) for name, one in given.items()}
         if len(set(served.values())) > 1:
-            raise self._too_few({name: one.whole for name, one in given.items()})
-        return Slice({name: one.batch for name, one in given.items()}, first.rows, first.whole)
+            raise self._too_few({name: one.all_rows for name, one in given.items()})
+        return Slice({name: one.batch for name, one in given.items()}, first.rows, first.all_rows)
 
     def _check_parts(self, part: Shard) -> None:
         marks = {name: one.sharded for name, one in self.sources.items()}

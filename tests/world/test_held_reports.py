@@ -1,4 +1,4 @@
-"""Updates that wait until all processes meet are told however the run ends."""
+"""Updates whose report is held until the next exchange of the ranks are reported however the run ends."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainwright import DistributedError, Observer, Result, Stopped, Trainer, Up
 from world.pool import Pool, RankFailed
 
 UPDATES = 40
-"""At which something happens: the processes have not met since some updates before."""
+"""The update after which the run ends: the ranks have exchanged nothing since some updates before."""
 
 
-class Heard(Observer):
-    """Keeps what it is told, and of the end which updates it was told before."""
+class Recorder(Observer):
+    """Records the updates, and how many were reported before the end."""
 
     def __init__(self) -> None:
         self.updates: list[Update] = []
@@ -34,7 +34,7 @@ class Heard(Observer):
 
 
 class Ending(Trainer[nn.Module]):
-    """Logs 0 on rank 0 and 1 on rank 1, and ends as it is told to."""
+    """Logs 0 on rank 0 and 1 on rank 1, and ends as `how` says."""
 
     how = ""
 
@@ -54,35 +54,35 @@ class Ending(Trainer[nn.Module]):
 
 def end(how: str) -> dict[str, Any]:
     torch.manual_seed(0)
-    heard, model = Heard(), nn.Linear(4, 3)
+    recorder, model = Recorder(), nn.Linear(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Ending(model, optimizer, observers=[heard], console=False)
+    trainer = Ending(model, optimizer, observers=[recorder], console=False)
     trainer.how, error = how, ""
     try:
         trainer.fit(batches((torch.randn(80_000, 4), torch.randint(3, (80_000,))), 8), epochs=1)
     except (ValueError, DistributedError, Stopped) as raised:
         error = type(raised).__name__
     assert trainer.result is not None
-    told = [(update.update, update.values["rank"]) for update in heard.updates]
-    made, told_at_end = trainer.result.updates, heard.before_the_end
-    return {"told": told, "made": made, "error": error, "at_end": told_at_end, "notes": trainer.result.notes}
+    reported = [(update.update, update.values["rank"]) for update in recorder.updates]
+    made, at_end = trainer.result.updates, recorder.before_the_end
+    return {"reported": reported, "made": made, "error": error, "at_end": at_end, "notes": trainer.result.notes}
 
 
 @pytest.mark.parametrize("how", ["stop", "signal"])
-def test_a_stop_and_a_signal_lose_no_update_and_tell_the_numbers_of_all(ranks2: Pool, how: str) -> None:
+def test_a_stop_and_a_signal_report_every_update_with_the_numbers_of_all_ranks(ranks2: Pool, how: str) -> None:
     first, second = ranks2.run(end, how)
     assert UPDATES <= first["made"] == second["made"] < 10_000
-    assert first["told"] == [(update, 0.5) for update in range(1, first["made"] + 1)]
-    assert first["at_end"] == first["made"] and second["told"] == []
+    assert first["reported"] == [(update, 0.5) for update in range(1, first["made"] + 1)]
+    assert first["at_end"] == first["made"] and second["reported"] == []
     assert not any("rank 0 alone" in note for note in first["notes"])
     assert first["error"] == second["error"] == ("Stopped" if how == "signal" else "")
 
 
-def check_told_alone(first: dict[str, Any], error: str) -> None:
-    """Every update was told once, before the end: the last of them with rank 0's numbers, and the Result says so."""
+def check_reported_by_rank_0(first: dict[str, Any], error: str) -> None:
+    """Every update is reported once, before the end: the last of them with rank 0's numbers, as the Result notes."""
     assert first["error"] == error and first["at_end"] == UPDATES
-    assert [update for update, _ in first["told"]] == list(range(1, UPDATES + 1))
-    alone = [update for update, rank in first["told"] if rank == 0.0]
+    assert [update for update, _ in first["reported"]] == list(range(1, UPDATES + 1))
+    alone = [update for update, rank in first["reported"] if rank == 0.0]
     assert alone and alone == list(range(alone[0], UPDATES + 1))
     which = f"update {UPDATES} was" if len(alone) == 1 else f"updates {alone[0]} to {UPDATES} were"
     assert (
@@ -91,21 +91,21 @@ def check_told_alone(first: dict[str, Any], error: str) -> None:
     )
 
 
-def test_an_error_of_all_has_the_waiting_updates_told_with_the_first_processs_numbers(ranks2: Pool) -> None:
+def test_an_error_on_all_ranks_reports_the_held_updates_with_the_numbers_of_rank_0(ranks2: Pool) -> None:
     first, second = ranks2.run(end, "error on both")
-    check_told_alone(first, "ValueError")
-    assert second["notes"] == () and second["told"] == []
+    check_reported_by_rank_0(first, "ValueError")
+    assert second["notes"] == () and second["reported"] == []
 
 
 def end_and_leave(path: str) -> None:
     """The second process ends with its error, and its connections with it."""
-    told = end("error on 1")
+    reported = end("error on 1")
     if os.environ["LOCAL_RANK"] == "1":
         os._exit(3)
-    Path(path).write_text(json.dumps(told))
+    Path(path).write_text(json.dumps(reported))
 
 
-def test_an_error_of_another_has_the_waiting_updates_told_too(ranks2: Pool, tmp_path: Path) -> None:
+def test_an_error_on_another_rank_reports_the_held_updates_too(ranks2: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="rank 1 of 2"):
-        ranks2.run(end_and_leave, str(tmp_path / "told"))
-    check_told_alone(json.loads((tmp_path / "told").read_text()), "DistributedError")
+        ranks2.run(end_and_leave, str(tmp_path / "reported"))
+    check_reported_by_rank_0(json.loads((tmp_path / "reported").read_text()), "DistributedError")

@@ -1,4 +1,4 @@
-"""The path of updates is told with how several processes make one gradient of theirs."""
+"""`fast_path` names how the gradients of several ranks are averaged."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ def paths() -> list[str]:
         (Own, "auto"),
         (Trainer, FSDP(blocks={nn.Linear})),
     ]
-    told = []
+    paths = []
     for kind, parallel in kinds:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
         make = partial(torch.optim.SGD, lr=0.1)
-        told.append(kind(model, make, nn.CrossEntropyLoss(), parallel=parallel, console=False).fast_path)
-    return told
+        paths.append(kind(model, make, nn.CrossEntropyLoss(), parallel=parallel, console=False).fast_path)
+    return paths
 
 
-def test_the_path_says_how_the_gradients_of_several_processes_are_averaged(ranks2: Pool) -> None:
+def test_the_path_names_how_gradients_are_averaged(ranks2: Pool) -> None:
     for alone, default, rounded, own, shards in ranks2.run(paths):
         assert alone.startswith("L0, eager on cpu: ") and "processes" not in alone
         assert default == f"{alone}; gradients of 2 processes are averaged during backward"

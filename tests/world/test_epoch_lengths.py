@@ -50,13 +50,13 @@ def cut_into_epochs() -> list[tuple[float, float]]:
     return [(row["epoch"], row["update"]) for row in result.history]
 
 
-def test_a_resume_inside_an_epoch_goes_on_where_each_process_stood(ranks2: Pool, tmp_path: Path) -> None:
+def test_a_resume_inside_an_epoch_continues_at_the_position_of_each_rank(ranks2: Pool, tmp_path: Path) -> None:
     whole = ranks2.run(in_legs, str(tmp_path / "whole"), 7)
     resumed = ranks2.run(in_legs, str(tmp_path / "legs"), 4, 7)
     assert whole[0] == whole[1] == resumed[0] == resumed[1]
 
 
-def test_an_epoch_ends_at_the_same_update_on_all_processes(ranks2: Pool) -> None:
+def test_an_epoch_ends_at_the_same_update_on_all_ranks(ranks2: Pool) -> None:
     first, second = ranks2.run(cut_into_epochs)
     assert first == second
     assert first[-1] == (1, 7)

@@ -19,16 +19,16 @@ def test_a_plan_needs_no_other_process(ranks2: Pool) -> None:
 
 
 def test_a_compression_beside_an_update_of_your_own_is_refused(ranks2: Pool) -> None:
-    for said in ranks2.run(own_runs.compressed_beside_an_own_update):
-        assert "compress" in said and "fix" in said
+    for text in ranks2.run(own_runs.compressed_beside_an_own_update):
+        assert "compress" in text and "fix" in text
 
 
-def test_a_step_by_hand_moves_by_the_gradients_of_all(ranks2: Pool) -> None:
+def test_a_step_by_hand_uses_the_averaged_gradients(ranks2: Pool) -> None:
     alone = own_runs.stepped_by_hand()
     for weights in ranks2.run(own_runs.stepped_by_hand):
         assert weights == pytest.approx(alone, abs=1e-12)
 
 
 def test_a_model_that_is_wrapped_already_is_refused(ranks2: Pool) -> None:
-    for said in ranks2.run(own_runs.wrapped_already):
-        assert "Trainer(model.module, ...)" in said
+    for text in ranks2.run(own_runs.wrapped_already):
+        assert "Trainer(model.module, ...)" in text

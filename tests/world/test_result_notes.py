@@ -1,4 +1,4 @@
-"""What the Result of each rank says of a run that has failed on all of them names no other update than rank 0's."""
+"""The Results of all ranks of a failed run name the same update as saved."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from world.pool import Pool
 
 
 class Fails(Trainer[nn.Module]):
-    """Fails on every rank in update 5, before any of them has heard that the save of update 4 is complete."""
+    """Fails on every rank in update 5, before any of them knows that the save of update 4 is complete."""
 
     def training_step(self, batch: Any) -> Any:
         if self.progress.updates == 4:

@@ -44,16 +44,14 @@ def train(settings: DDP, directory: str) -> None:
     except (StepError, DistributedError) as raised:
         error = f"{type(raised).__name__}: {raised}"
     weights = [value for parameter in model.parameters() for value in parameter.flatten().tolist()]
-    told = {"error": error, "updates": trainer.progress.updates, "weights": weights}
-    told["seconds"] = time.monotonic() - began
-    (Path(directory) / str(trainer.world.rank)).write_text(json.dumps(told))
+    report = {"error": error, "updates": trainer.progress.updates, "weights": weights}
+    report["seconds"] = time.monotonic() - began
+    (Path(directory) / str(trainer.world.rank)).write_text(json.dumps(report))
     if error and not trainer.is_main:
         os._exit(3)  # as a script ends that does not catch it: its connections are gone
 
 
-def test_a_parameter_that_one_process_alone_does_not_use_ends_all_and_names_the_cure(
-    ranks2: Pool, tmp_path: Path
-) -> None:
+def test_a_parameter_unused_on_one_rank_ends_all_and_names_the_fix(ranks2: Pool, tmp_path: Path) -> None:
     with pytest.raises(RankFailed, match="exit code 3"):
         ranks2.run(train, DDP(), str(tmp_path))
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("0", "1"))
@@ -64,7 +62,7 @@ def test_a_parameter_that_one_process_alone_does_not_use_ends_all_and_names_the_
     assert max(first["seconds"], second["seconds"]) < 150  # and not the 300 of a process that does not answer
 
 
-def test_the_cure_holds(ranks2: Pool, tmp_path: Path) -> None:
+def test_the_fix_works(ranks2: Pool, tmp_path: Path) -> None:
     ranks2.run(train, DDP(find_unused_parameters=True), str(tmp_path))
     first, second = (json.loads((tmp_path / name).read_text()) for name in ("0", "1"))
     assert first["error"] == second["error"] == "" and first["updates"] == second["updates"] == 3

@@ -1,4 +1,4 @@
-"""What one of several processes asks for, or is told, holds for all of them, whenever it comes."""
+"""A stop, a save and a signal on one rank hold for all ranks, whenever they come."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def signal_the_second_at_the_end() -> tuple[int, str]:
     return code, trainer.result.stopped
 
 
-class Heard(Observer):
+class Recorder(Observer):
     wants = frozenset({"grad_norm"})
 
     def __init__(self) -> None:
@@ -94,12 +94,16 @@ class LogsAfterwards(Trainer[nn.Module]):
 
 
 def watch_on_the_first(logs: type[Trainer[nn.Module]]) -> list[tuple[float, bool]]:
-    heard = Heard()
+    recorder = Recorder()
     trainer = logs(
-        model(), sgd, nn.CrossEntropyLoss(), observers=[heard] if os.environ["LOCAL_RANK"] == "0" else [], console=False
+        model(),
+        sgd,
+        nn.CrossEntropyLoss(),
+        observers=[recorder] if os.environ["LOCAL_RANK"] == "0" else [],
+        console=False,
     )
     trainer.fit(data(), epochs=1)
-    return [(update.values["share"], update.grad_norm is not None) for update in heard.updates]
+    return [(update.values["share"], update.grad_norm is not None) for update in recorder.updates]
 
 
 def probe_on_the_first() -> str:
@@ -187,7 +191,7 @@ def stop_at_the_start(knows: bool) -> tuple[str, int, int, int]:
 
 
 @pytest.mark.parametrize("knows", [False, True])
-def test_a_stop_of_one_process_before_an_epoch_ends_all_of_them_there(ranks2: Pool, knows: bool) -> None:
+def test_a_stop_on_one_rank_before_an_epoch_stops_all_there(ranks2: Pool, knows: bool) -> None:
     assert ranks2.run(stop_at_the_start, knows) == 2 * [("enough", 6, 2, 2)]
 
 
@@ -205,44 +209,44 @@ class Grown(Trainer[nn.Module]):
 def grow() -> list[str]:
     stopping = EarlyStopping("val_loss", patience=1, restore_best=True)
     trainer = Grown(model(), sgd, nn.CrossEntropyLoss(), early_stopping=stopping, console=False)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         trainer.fit(data(), data(), epochs=9)
-    return [f"{Path(one.filename).name}: {one.message}" for one in told]
+    return [f"{Path(one.filename).name}: {one.message}" for one in caught]
 
 
-def test_what_holds_for_all_processes_is_warned_of_by_the_first(ranks2: Pool) -> None:
-    (said,), others = ranks2.run(grow)
-    assert said.startswith("test_one_rank_asks.py: the weights of the best val_loss") and "changed since" in said
+def test_warnings_that_hold_for_all_ranks_come_from_rank_0(ranks2: Pool) -> None:
+    (line,), others = ranks2.run(grow)
+    assert line.startswith("test_requests.py: the weights of the best val_loss") and "changed since" in line
     assert others == []
 
 
-def test_a_validation_is_finished_and_saved_when_one_process_is_signalled(ranks2: Pool, tmp_path: Path) -> None:
+def test_a_validation_is_finished_and_saved_when_one_rank_gets_a_signal(ranks2: Pool, tmp_path: Path) -> None:
     assert ranks2.run(signal_the_first_in_a_validation, str(tmp_path)) == 2 * [("SIGTERM", 1)]
 
 
 @pytest.mark.parametrize("logs", [LogsItself, LogsAfterwards])
-def test_observers_of_one_process_alone_hear_the_numbers_of_all(ranks2: Pool, logs: type[Trainer[nn.Module]]) -> None:
+def test_observers_on_one_rank_get_the_numbers_of_all(ranks2: Pool, logs: type[Trainer[nn.Module]]) -> None:
     assert ranks2.run(watch_on_the_first, logs) == [3 * [(0.5, True)], []]
 
 
-def test_probes_of_one_process_alone_are_refused(ranks2: Pool) -> None:
-    assert all("rank 1: none" in told for told in ranks2.run(probe_on_the_first))
+def test_probes_on_one_rank_alone_are_refused(ranks2: Pool) -> None:
+    assert all("rank 1: none" in text for text in ranks2.run(probe_on_the_first))
 
 
-def test_layers_that_are_set_free_inside_an_epoch_are_refused(ranks2: Pool) -> None:
-    assert all("begin_epoch" in told for told in ranks2.run(set_free_inside_an_epoch))
+def test_layers_unfrozen_inside_an_epoch_are_refused(ranks2: Pool) -> None:
+    assert all("begin_epoch" in text for text in ranks2.run(set_free_inside_an_epoch))
 
 
-def test_a_layer_that_one_process_alone_uses_is_averaged(ranks2: Pool) -> None:
+def test_a_layer_used_on_one_rank_alone_is_averaged(ranks2: Pool) -> None:
     first, second = ranks2.run(use_at_times)
     assert first == second
 
 
-def test_a_save_that_one_process_asks_for_at_an_epochs_end_is_made_by_all(ranks2: Pool, tmp_path: Path) -> None:
+def test_a_save_requested_on_one_rank_at_an_epochs_end_is_made_by_all(ranks2: Pool, tmp_path: Path) -> None:
     kept = ranks2.run(save_on_the_first, str(tmp_path / "run"))
     assert len(kept[0]) == 3, kept
 
 
-def test_a_signal_after_the_last_agreement_ends_all_processes(ranks2: Pool) -> None:
+def test_a_signal_after_the_last_exchange_stops_all_ranks(ranks2: Pool) -> None:
     assert ranks2.run(signal_the_second_at_the_end) == 2 * [(128 + signal.SIGTERM, "SIGTERM")]

@@ -1,4 +1,4 @@
-"""What a process says that waits for others in vain: in which call of the user's, for whom, and what to write."""
+"""The messages about a rank that fails or does not come: its position, the call that waits for it, and the fix."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from torch import nn
 from trainwright import DDP, DistributedError, Trainer, batches
 from trainwright.core.progress import Counters
 from trainwright.distributed import peer_errors
-from trainwright.distributed.launcher import launch
-from trainwright.distributed.peer_errors import told
+from trainwright.distributed.launch import launch
+from trainwright.distributed.peer_errors import Cause, Heartbeat, error_text
 from trainwright.update.per_rank_state import position_text
 
 HERE = Path(__file__)
@@ -57,40 +57,41 @@ def on_the_first_alone(name: str, *, stays: bool, ended: Path) -> str:
 
 
 @pytest.mark.parametrize("name", CALLS)
-def test_a_call_of_one_process_alone_is_named_with_its_line(name: str, tmp_path: Path) -> None:
+def test_a_call_on_one_rank_alone_is_named_with_its_line(name: str, tmp_path: Path) -> None:
     text = launch(lambda: on_the_first_alone(name, stays=True, ended=tmp_path / "ended"), processes=2, timeout=50)
     lines = text.splitlines()
     assert lines[0] == "rank 1 has not come to this run"
     fit = line_of("    trainer.fit(data, epochs=1)")
-    assert f"last heard of at epoch 1, after update 2, in fit (test_blaming.py:{fit})" in lines[1]
+    assert f"last seen at epoch 1, after update 2, in fit (test_peer_errors.py:{fit})" in lines[1]
     where = line_of(f'"{name}": lambda')
-    assert lines[2].strip() == f"rank 0 waits for it in {name} (test_blaming.py:{where})"
-    assert lines[3] == "  want  a word from every process within 1.5 s"
+    assert lines[2].strip() == f"rank 0 waits for it in {name} (test_peer_errors.py:{where})"
+    assert lines[3] == "  want  a heartbeat of every process within 1.5 s"
     assert lines[4] == f"  fix   call {name} on every process, in the same order, and not under `if trainer.is_main:`"
 
 
-def test_who_has_gone_before_a_call_of_all_is_not_said_to_be_late(tmp_path: Path) -> None:
+def test_a_rank_that_has_left_before_a_call_is_not_reported_as_late(tmp_path: Path) -> None:
     text = launch(lambda: on_the_first_alone("evaluate", stays=False, ended=tmp_path / "e"), processes=2, timeout=50)
     assert text.startswith("rank 1 has not come to this run\n")
     assert "within 1.5 s" not in text
     assert "fix   call evaluate on every process" in text
 
 
-def test_the_time_out_is_named_only_where_it_has_passed() -> None:
-    cause = {"kind": "silent", "rank": 1, "by": 0, "what": ""}
-    assert "a word from every process within 7 s" in told(cause, 7)
-    closed = told({**cause, "gone": True}, 7)
+def test_the_timeout_is_named_only_where_it_has_passed() -> None:
+    cause = Cause("silent", rank=1, by=0)
+    assert "a heartbeat of every process within 7 s" in error_text(cause, 7)
+    closed = error_text(cause._replace(is_closed=True), 7)
     assert closed.startswith("rank 1 does not answer, and its connections are closed\n") and "7 s" not in closed
 
 
-def test_who_only_follows_another_says_where_it_waited() -> None:
-    cause = {"kind": "error", "rank": 1, "by": 1, "what": "RuntimeError: timed out", "host": "a", "pid": 3}
+def test_an_error_that_follows_from_another_ranks_has_the_line_that_waited() -> None:
+    last = Heartbeat(0, False, rank=1, host="a", pid=3, progress="", line="", call="")
+    cause = Cause("error", rank=1, by=1, last=last, error="RuntimeError: timed out")
     try:
         torch.zeros(2).view(3)
     except RuntimeError as error:
         here = peer_errors.line_of(error)
-    assert here == f"test_blaming.py:{line_of('torch.zeros(2).view(3)')}"
-    assert f"  have  rank 1 on a, process 3\n        this process waited at {here}\n" in told(cause, 7, here=here)
+    assert here == f"test_peer_errors.py:{line_of('torch.zeros(2).view(3)')}"
+    assert f"  have  rank 1 on a, process 3\n        this process waited at {here}\n" in error_text(cause, 7, here=here)
 
 
 @pytest.mark.parametrize(
@@ -102,7 +103,7 @@ def test_who_only_follows_another_says_where_it_waited() -> None:
         (Counters(epoch=1, batch=2, updates=5, stopped="asked"), "epoch 2, after update 5"),
     ],
 )
-def test_epochs_are_told_from_1(counters: Counters, text: str) -> None:
+def test_positions_count_epochs_from_1(counters: Counters, text: str) -> None:
     class Owner:
         pass
 

@@ -45,7 +45,7 @@ def data(rows: int = 40) -> Any:
 
 
 class Stops(Trainer[nn.Module]):
-    """Stopped by the second rank, which all hear of at the next update that they agree on."""
+    """Stopped by the second rank, at the next exchange of the ranks."""
 
     at = -1
 
@@ -85,15 +85,15 @@ def fill_the_disk(directory: str) -> tuple[str, str, int]:
 
     slot = Checkpoint(directory, async_save=False)
     trainer = Fills(model(), sgd, nn.CrossEntropyLoss(), checkpoint=slot, console=False)
-    said = ""
+    text = ""
     try:
         trainer.fit(data(), epochs=2)
     except CheckpointError as error:
-        said = str(error)
+        text = str(error)
     finally:
         os.fsync = fsync
     assert trainer.result is not None
-    return said, trainer.result.stopped, trainer.result.updates
+    return text, trainer.result.stopped, trainer.result.updates
 
 
 class SignalledAtFirst(Trainer[nn.Module]):

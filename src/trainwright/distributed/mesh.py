@@ -1,0 +1,129 @@
+"""How ranks share the work: the settings, and the role of each rank (its rows, its copy or shard of the weights).
+
+One-dimensional today: `DDP` replicates the weights on all ranks, `FSDP` shards them over all. Other layouts, such as
+HSDP with shards inside a machine and copies between machines, are a change of `of_ranks` alone: data, windows and
+FSDP read their own dimension, and torch's `fully_shard` and checkpoints take a mesh of two dimensions.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from trainwright.core.checks import check_number
+from trainwright.core.errors import SettingError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parallel:
+    """The settings that `DDP` and `FSDP` share."""
+
+    timeout: float = 300.0
+    """Seconds after which a rank that does not answer ends the run."""
+    backend: str | None = None
+    """The backend of the process group; None is nccl on CUDA devices, else gloo."""
+    shards: ClassVar[bool] = False
+    """Whether each rank holds a shard of the weights, so that every forward is a collective."""
+
+    def __post_init__(self) -> None:
+        name = type(self).__name__
+        check_number(self.timeout, f"{name}(timeout={self.timeout!r})", above=0, what="seconds, a number")
+        if self.backend is not None and (not isinstance(self.backend, str) or not self.backend):
+            raise SettingError(f"{name}(backend={self.backend!r})", want='"nccl", "gloo" or None')
+
+
+def checked_parallel(parallel: Any) -> Parallel:
+    """Check `parallel=`; "auto" and None are the defaults."""
+    if parallel is None or (isinstance(parallel, str) and parallel == "auto"):
+        return Parallel()
+    if isinstance(parallel, Parallel):
+        return parallel
+    fix = {"ddp": "parallel=DDP()", "fsdp": "parallel=FSDP(blocks={Block})"}.get(str(parallel).lower(), "")
+    if isinstance(parallel, type) and issubclass(parallel, Parallel):
+        fix = f"parallel={parallel.__name__}()"
+    raise SettingError(f"parallel={parallel!r} is no setting", want='"auto", None, DDP(...) or FSDP(...)', fix=fix)
+
+
+class Mesh(NamedTuple):
+    """The role of one rank: its position among those that divide the data, and the sizes of the dimensions.
+
+    data = replicate * shard: each rank has rows of its own. The shards of one copy of the weights are neighbors.
+    """
+
+    rank: int = 0
+    """The position along `data`."""
+    data: int = 1
+    """The number of ranks that divide the rows of a batch."""
+    replicate: int = 1
+    """The number of copies of the weights, between which gradients are averaged."""
+    shard: int = 1
+    """The number of shards of each copy."""
+
+
+def of_ranks(rank: int, size: int, *, shards: bool) -> Mesh:
+    """Return the role of a rank; `shards`: whether the ranks hold shards of the weights, as with `FSDP`."""
+    return Mesh(rank, size, replicate=1 if shards else size, shard=size if shards else 1)
+
+
+def device_mesh(mesh: Mesh, group: Any, device_type: str) -> Any:
+    """Return torch's DeviceMesh of a process group for `fully_shard`: (shard,), or (replicate, shard)."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    if mesh.replicate == 1:
+        all_ranks: Any = dist.group.WORLD if group is None else group
+        return DeviceMesh.from_group(all_ranks, device_type)
+    return init_device_mesh(device_type, (mesh.replicate, mesh.shard), mesh_dim_names=("replicate", "shard"))
+
+
+class Shard(NamedTuple):
+    """One rank of those that share each batch.
+
+    A batch is cut into contiguous slices, as even as possible and in the order of the ranks: concatenated, they are the
+    batch. Where it has fewer rows than `size * least`, the last ranks get none.
+    """
+
+    rank: int
+    """The rank, from 0."""
+    size: int
+    """The number of ranks that share a batch."""
+    least: int = 1
+    """The fewest rows of a slice: 2 where one row alone breaks a BatchNorm."""
+
+    def served(self, rows: int) -> int:
+        """Return the number of ranks, from 0, that get rows of a batch of `rows`."""
+        return max(1, min(self.size, rows // self.least))
+
+    def of(self, rows: int) -> range:
+        """Return the positions of this rank's rows in a batch of `rows`; an empty range where it has none."""
+        served = self.served(rows)
+        if self.rank >= served:
+            return range(rows, rows)
+        return range(rows * self.rank // served, rows * (self.rank + 1) // served)
+
+    def run(self, rows: int) -> range:
+        """Return the positions that this rank runs: its own, or those of rank 0 as a dummy where it has none."""
+        return self.of(rows) or range(rows // self.served(rows))
+
+    def sizes(self, rows: int) -> list[int]:
+        """Return the number of rows of each rank."""
+        return [len(Shard(rank, self.size, self.least).of(rows)) for rank in range(self.size)]
+
+    def layout_text(self, rows: int) -> str:
+        """Return the sizes for the header: "64 = 2 x 32", "64 = 22 + 21 + 21", "10 = 2 x 3 + 2 x 2" for many ranks."""
+        sizes = sorted(self.sizes(rows), reverse=True)
+        kinds = sorted(set(sizes), reverse=True)
+        if len(kinds) > 1 and self.size <= 3:
+            return f"{rows:,} = {' + '.join(map(str, sizes))}"
+        return f"{rows:,} = {' + '.join(f'{sizes.count(kind)} x {kind:,}' for kind in kinds)}"
+
+
+class Slice(NamedTuple):
+    """The part of a batch that one rank runs."""
+
+    batch: Any
+    """The rows that this rank runs; those of rank 0 as a dummy where it has none."""
+    rows: int | None
+    """The rows of `batch` that count: 0 for a dummy; None: all (the batch of a stream)."""
+    all_rows: int | None
+    """The rows over all ranks; None where they are not known (a stream)."""
