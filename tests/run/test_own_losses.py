@@ -165,14 +165,19 @@ def test_an_evaluation_weighs_by_what_torch_divided_by_unless_count_tells():
     assert language(Counts).evaluate(parts)["val_loss"] == pytest.approx(by_rows, rel=1e-6)
 
 
-def test_a_count_of_the_users_own_wins_in_training_too():
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_a_count_of_the_users_own_wins_in_training_too(accumulate):
     class Counts(Trainer):
         def count(self, batch):
             return 1
 
+        def training_step(self, batch):
+            return self.model(**batch)["loss"]
+
     ids, labels = tokens()
     parts = parts_of(ids, labels)
-    trainer = language(Counts, accumulate=3)
+    trainer = language(Counts, accumulate=accumulate)
+    trainer.optimizer.param_groups[0]["lr"] = 0.0
     row = trainer.fit(parts, epochs=1).history[0]
     assert row["loss"] == pytest.approx(sum(Language()(**part)["loss"].item() for part in parts) / 3, rel=1e-6)
 

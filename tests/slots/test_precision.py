@@ -12,6 +12,7 @@ from torch import nn
 from trainwright import LossScaler, MixedPrecision, SettingError, Trainer
 from trainwright.precision import Precision
 from trainwright.precision.mixed_precision import as_precision
+from trainwright.update.loss_tracker import LossTracker
 
 CPU = torch.device("cpu")
 
@@ -196,3 +197,15 @@ def test_nothing_is_said_of_the_older_switch_that_tf32_is_set_by(monkeypatch):
     with MixedPrecision("tf32").switches():
         assert torch.get_float32_matmul_precision() == "high"
     assert seen == ["high", "highest"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32, torch.float64])
+def test_the_gradient_of_a_loss_is_made_once_and_again_after_a_hook_wrote_into_it(dtype):
+    tracker = LossTracker(None, Trainer(nn.Linear(1, 1), console=False)._hooks)
+    tracker.bind(LossScaler(MixedPrecision("fp16", init_scale=8.0)))
+    loss = torch.zeros(3, dtype=dtype, requires_grad=True).sum()
+    made = tracker.grad_tensor(loss, 0.25)
+    assert made.dtype == dtype and made.shape == () and made == 2.0
+    assert tracker.grad_tensor(loss, 0.25) is made and tracker.grad_tensor(loss, 0.125) is None
+    made.zero_()
+    assert tracker.grad_tensor(loss, 0.25) == 2.0
