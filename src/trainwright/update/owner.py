@@ -61,18 +61,18 @@ class Owner(Protocol):
     result: Result | None
 
     def update(self, window: Any) -> Any:
-        """Make one update."""
+        """Make one optimizer update of one window."""
 
     def compute_gradients(self, window: Any) -> Tensor:
-        """Make the gradients of one update."""
+        """Run every micro-batch forward and backward; return the loss of the window."""
         ...
 
     def apply_gradients(self) -> bool:
-        """Take the gradients to the weights."""
+        """Unscale the gradients, clip, check and step; return whether the update was applied."""
         ...
 
     def parts(self) -> dict[str, Stateful]:
-        """Everything with state, by name."""
+        """Return everything that belongs in a checkpoint, by name."""
         ...
 
     def _bind_run(self, run: Any, boundary: Any) -> None:

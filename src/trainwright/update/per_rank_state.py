@@ -38,7 +38,7 @@ def assign_shard(owner: Owner, *sources: Source) -> None:
 
 @contextmanager
 def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]:
-    """The random state of rank 0 inside, on all ranks: the order of the data is drawn there.
+    """Give all ranks the random state of rank 0 inside the block, where the order of the data is drawn.
 
     Afterwards the other ranks continue with their own state; `generators`, those of the data, are not restored.
     """
@@ -118,7 +118,7 @@ def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
 
 @contextmanager
 def rank0_buffers(owner: Owner) -> Iterator[None]:
-    """The buffers of rank 0 inside, on all ranks: every one evaluates the same model."""
+    """Give all ranks the buffers of rank 0 inside the block: every rank evaluates the same model."""
     buffers = _whole(owner.model.buffers())
     copies = [buffer.detach().clone() for buffer in buffers]
     with versions_preserved(buffers):
@@ -133,7 +133,7 @@ def rank0_buffers(owner: Owner) -> Iterator[None]:
 
 @contextmanager
 def among_ranks(owner: Owner) -> Iterator[None]:
-    """A run of several ranks inside: each is monitored, and draws random numbers of its own."""
+    """Enter a run of several ranks: each watches the others, and draws random numbers of its own."""
     world = owner.world
     if owner.parallel.shards:
         from trainwright.distributed.fsdp import recover
@@ -159,7 +159,7 @@ def position_text(owner: Owner) -> str:
 
 @contextmanager
 def per_rank_noise(world: World, *, same: bool) -> Iterator[None]:
-    """Random numbers of its own inside for each rank but the first; afterwards all draw the same as rank 0.
+    """Give each rank but the first random numbers of its own inside the block; afterwards all draw as rank 0 does.
 
     The stream follows from the random state of rank 0: seeded alike, a run of as many ranks draws the same again.
     With `same` all draw as rank 0 does. After an error each continues where it was.
