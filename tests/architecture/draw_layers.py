@@ -15,6 +15,7 @@ WHAT = {
     "__main__.py": "the demo",
     "__init__.py": "the public names",
     "tools": "functions that take a trainer",
+    "testing.py": "checks for objects of your own",
     "trainer.py": "the loop",
     "fit": "one fit",
     "acceleration": "compile, layout, device data",

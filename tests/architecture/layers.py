@@ -13,7 +13,7 @@ PACKAGE = ROOT / "src" / "trainwright"
 ORDER = (
     *("protocols.py", "core", "modules", "distributed", "metrics", "schedules", "precision", "optim", "update"),
     *("data", "checkpointing", "observers", "diagnostics", "evaluation", "acceleration", "fit"),
-    *("trainer.py", "tools", "__init__.py", "__main__.py"),
+    *("trainer.py", "tools", "testing.py", "__init__.py", "__main__.py"),
 )
 """Every package and top-level file: each imports only those that stand before it, and its own files.
 
