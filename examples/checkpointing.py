@@ -13,7 +13,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trainwright import Trainer, batches, checkpoint_activations, summary
+from trainwright import Trainer, batches, summary
+from trainwright.modules import checkpoint_activations
 
 SMOKE = "--smoke" in sys.argv
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Fast, Observer, Trainer, Update
+from trainwright import Fast, Observer, Trainer
+from trainwright.observers import Update
 
 
 class Continue(nn.Module):

@@ -16,7 +16,8 @@ from sklearn.pipeline import make_pipeline
 from sklearn.preprocessing import StandardScaler
 from torch import nn
 
-from trainwright import EarlyStopping, SklearnClassifier, Trainer, accuracy, cross_validate
+from trainwright import EarlyStopping, Trainer, accuracy
+from trainwright.tools import SklearnClassifier, cross_validate
 
 SMOKE = "--smoke" in sys.argv
 

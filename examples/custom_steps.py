@@ -23,7 +23,8 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.neighbors import KNeighborsClassifier
 from torch import Tensor, nn
 
-from trainwright import Batches, StepOutput, Trainer, Window, accuracy, batches
+from trainwright import StepOutput, Trainer, Window, accuracy, batches
+from trainwright.data import Batches
 
 Pair = tuple[Tensor, Tensor]
 NOISE, PENALTY, HEAT, RADIUS = 32, 1e-3, 3.0, 0.2

@@ -25,7 +25,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from trainwright import Augment, Fast, Normalize, OneCycle, Trainer, accuracy, batches
+from trainwright import Fast, OneCycle, Trainer, accuracy, batches
+from trainwright.data import Augment, Normalize
 
 FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 WHERE = f"""no --data, so this trains on scikit-learn's digits. It may name a directory with the files of Fashion-MNIST:

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import EMA, FSDP, Checkpoint, Cosine, Derived, Trainer, adamw, batches, load_weights
+from trainwright import EMA, FSDP, Checkpoint, Cosine, Trainer, adamw, batches, load_weights
+from trainwright.metrics import Derived
 
 TEXT = "".join(topics[name] for name in sorted(topics))
 CHARACTERS = sorted(set(TEXT))

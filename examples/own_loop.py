@@ -22,11 +22,8 @@ from torch import nn
 
 from trainwright import (
     EMA,
-    Batches,
     ClipNorm,
     EarlyStopping,
-    Gradients,
-    LossScaler,
     MixedPrecision,
     OneCycle,
     Plan,
@@ -36,7 +33,10 @@ from trainwright import (
     save_weights,
     windows,
 )
+from trainwright.data import Batches
 from trainwright.modules import training_mode
+from trainwright.optim import Gradients
+from trainwright.precision import LossScaler
 
 
 def digits() -> tuple[Batches, Batches]:

@@ -17,7 +17,8 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trainwright import NonFiniteError, Observer, OneCycle, Trainer, Validation, accuracy, batches
+from trainwright import NonFiniteError, Observer, OneCycle, Trainer, accuracy, batches
+from trainwright.observers import Validation
 
 SMOKE = "--smoke" in sys.argv
 EPOCHS = 2 if SMOKE else 12

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import OneCycle, StepOutput, SumLoss, Trainer, accuracy, bucketed, pad
+from trainwright import OneCycle, StepOutput, SumLoss, Trainer, accuracy
+from trainwright.data import bucketed, pad
 
 MODULES = ("_pydecimal", "typing", "argparse", "difflib", "enum", "ipaddress", "pickle", "mailbox")
 LONGEST = 128

@@ -11,13 +11,10 @@ import torch
 from torch import nn
 
 from trainwright import (
-    F1,
     ClipNorm,
     ClipValue,
     Cosine,
-    Exponential,
     Journal,
-    MultiStep,
     Observer,
     OneCycle,
     Plateau,
@@ -28,7 +25,8 @@ from trainwright import (
     over_all,
     top_k,
 )
-from trainwright.schedules import BoundSchedule
+from trainwright.metrics import F1
+from trainwright.schedules import BoundSchedule, Exponential, MultiStep
 from trainwright.testing import (
     ProtocolError,
     check_clip,

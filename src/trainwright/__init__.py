@@ -5,4 +5,4 @@ from trainwright.trainer import Trainer as Trainer  # the loop and all that it n
 
 __version__ = "0.1.0"
 
-__all__, __getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from trainwright import Batches, EarlyStopping, OneCycle, Trainer, accuracy, batches
+from trainwright import EarlyStopping, OneCycle, Trainer, accuracy, batches
+from trainwright.data import Batches
 
 TRAINING, VALIDATION, TEST = 1200, 200, 397
 """Digits to train on, digits to choose the epoch by, and digits that neither has seen."""

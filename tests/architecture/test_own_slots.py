@@ -12,23 +12,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright import (
-    Best,
-    Checkpoint,
-    DataError,
-    EarlyStopping,
-    Observer,
-    Plan,
-    Result,
-    Saved,
-    SettingError,
-    Trainer,
-    Update,
-)
+from trainwright import Checkpoint, DataError, EarlyStopping, Observer, Plan, Result, SettingError, Trainer
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.data.source import Source
 from trainwright.distributed.world import World
 from trainwright.fit.early_stopping import NO_ERRORS, EarlyStopper
+from trainwright.observers import Best, Saved, Update
 from trainwright.precision import LossScale, Precision
 from trainwright.schedules.bound import BoundSchedule
 

@@ -1,4 +1,4 @@
-"""What `import trainwright` gives: a sorted, complete and documented list of names."""
+"""What `import trainwright` and its public packages give: sorted, complete and documented lists of names."""
 
 from __future__ import annotations
 
@@ -18,10 +18,17 @@ from trainwright.trainer import HOOKS, METHODS
 ROOT = PACKAGE.parent.parent
 
 
-def imported_names() -> dict[str, str]:
-    """The module of every name that type checkers see."""
-    nodes = ast.walk(ast.parse((PACKAGE / "__init__.pyi").read_text()))
-    return {alias.name: str(n.module) for n in nodes if isinstance(n, ast.ImportFrom) for alias in n.names}
+PACKAGES = ("data", "metrics", "modules", "observers", "optim", "precision", "schedules", "tools")
+"""The public packages that have a table of names; `protocols` and `testing` are public files."""
+MOST = 60
+"""Names at the top, without the packages."""
+
+
+def table(package: str = "") -> dict[str, str]:
+    """The module of every name that type checkers see in a package."""
+    tree = ast.parse((PACKAGE / package / "__init__.pyi").read_text())
+    found = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module != "trainwright"]
+    return {alias.name: str(node.module) for node in found for alias in node.names}
 
 
 def written(value: object) -> bool:
@@ -30,32 +37,70 @@ def written(value: object) -> bool:
     return bool(doc) and not doc.startswith(f"{getattr(value, '__name__', '')}(")
 
 
-def test_all_is_sorted_and_holds_every_public_name() -> None:
-    assert trainwright.__all__ == sorted(trainwright.__all__, key=lambda name: (not name.isupper(), name))
-    assert set(trainwright.__all__) == {*imported_names(), "__version__"}
-    assert len(trainwright.__all__) == len(set(trainwright.__all__))
+def test_the_top_has_few_names_and_dir_shows_them_and_the_public_packages_alone() -> None:
+    assert set(trainwright.__all__) == {*table(), "__version__"} and len(trainwright.__all__) <= MOST
+    assert set(dir(trainwright)) == {*trainwright.__all__, *PACKAGES, "protocols", "testing"}
 
 
-def test_a_name_that_is_imported_later_is_the_one_that_type_checkers_see() -> None:
-    seen = imported_names()
-    for name in set(trainwright.__all__) - {"__version__"}:
-        assert getattr(trainwright, name) is getattr(import_module(seen[name]), name)
-        assert name in dir(trainwright)
+@pytest.mark.parametrize("package", ["", *PACKAGES])
+def test_all_is_sorted_and_each_name_is_the_one_that_type_checkers_see(package: str) -> None:
+    module, seen = import_module(f"trainwright.{package}".rstrip(".")), table(package)
+    names = [name for name in module.__all__ if name != "__version__"]
+    assert module.__all__ == sorted(set(module.__all__), key=lambda name: (not name.isupper(), name))
+    assert set(names) == set(seen) and set(module.__all__) <= set(dir(module))
+    assert [name for name in names if getattr(module, name) is not getattr(import_module(seen[name]), name)] == []
+
+
+def test_a_name_of_two_packages_is_one_object() -> None:
+    found: dict[str, set[str]] = {}
+    for package in ("", *PACKAGES):
+        for name, module in table(package).items():
+            found.setdefault(name, set()).add(module)
+    assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
+
+
+def test_the_first_page_of_the_docs_lists_the_names_of_each_package() -> None:
+    page = (ROOT / "docs" / "index.md").read_text()
+    for package in PACKAGES:
+        [row] = re.findall(rf"^\| `trainwright\.{package}` \| (.*) \|$", page, re.M)
+        assert set(re.findall(r"`(\w+)`", row)) == set(table(package))
+    [line] = re.findall(r"^`from trainwright import ...` has .* names: (.*)\.$", page, re.M)
+    assert set(re.findall(r"`(\w+)`", line)) == set(table())
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_module_has_the_name_of_a_public_thing_beside_it(package: str) -> None:
+    assert {path.stem for path in (PACKAGE / package).iterdir()} & set(table(package)) == set()
 
 
 def test_a_name_that_there_is_not_is_refused_as_by_any_module() -> None:
-    with pytest.raises(AttributeError, match="module 'trainwright' has no attribute 'OneCycel'"):
+    with pytest.raises(AttributeError, match=r"^module 'trainwright' has no attribute 'OneCycel'$"):
         _ = trainwright.OneCycel  # type: ignore[attr-defined]
     with pytest.raises(ImportError, match="cannot import name 'OneCycel'"):
         from trainwright import OneCycel  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(AttributeError, match=r"module 'trainwright\.tools' has no attribute 'OneCycle'"):
+        _ = trainwright.tools.OneCycle  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("package", [*PACKAGES, "protocols", "testing"])
+def test_a_name_of_a_package_that_is_asked_for_at_the_top_is_refused_with_the_line_to_write(package: str) -> None:
+    inside = {"protocols": ["Clip"], "testing": ["check_clip"]}.get(package) or [*table(package)]
+    for name in set(inside) - set(trainwright.__all__):
+        with pytest.raises(AttributeError, match="has no attribute") as caught:
+            getattr(trainwright, name)
+        _, _, line = str(caught.value).partition("write ")
+        assert re.fullmatch(rf"`from trainwright\.\w+ import {name}`", line)
+        exec(line.strip("`"), {})
 
 
 def test_public_names_and_their_methods_are_documented_and_no_modules() -> None:
-    public = {name: getattr(trainwright, name) for name in trainwright.__all__ if name != "__version__"}
-    assert [name for name, value in public.items() if isinstance(value, ModuleType)] == []
-    assert [name for name, value in public.items() if not written(value)] == []
-    classes = {name: value for name, value in public.items() if inspect.isclass(value)}
-    assert [wrong for name, value in classes.items() for wrong in undocumented(name, value)] == []
+    for package in ("", *PACKAGES):
+        module = import_module(f"trainwright.{package}".rstrip("."))
+        public = {name: getattr(module, name) for name in module.__all__ if name != "__version__"}
+        assert [name for name, value in public.items() if isinstance(value, ModuleType)] == []
+        assert [name for name, value in public.items() if not written(value)] == []
+        classes = {name: value for name, value in public.items() if inspect.isclass(value)}
+        assert [wrong for name, value in classes.items() for wrong in undocumented(name, value)] == []
 
 
 def undocumented(name: str, cls: type) -> list[str]:

@@ -14,7 +14,8 @@ from layers import PACKAGE
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright import MixedPrecision, Observer, OneCycle, Trainer, Update, accuracy
+from trainwright import MixedPrecision, Observer, OneCycle, Trainer, accuracy
+from trainwright.observers import Update
 
 PATH = (
     *("trainer.py", "fit/run.py", "update/optimizer_steps.py", "update/reporter.py", "update/loss_tracker.py"),

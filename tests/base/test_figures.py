@@ -13,14 +13,9 @@ from torch import nn
 from torch.optim.lr_scheduler import OneCycleLR
 
 from trainwright import (
-    Best,
     Cosine,
-    Cyclic,
     EarlyStopping,
     Epochs,
-    Exponential,
-    Linear,
-    MultiStep,
     OneCycle,
     Plateau,
     Result,
@@ -28,10 +23,11 @@ from trainwright import (
     TorchSchedule,
     Trainer,
     Updates,
-    WarmupStableDecay,
 )
 from trainwright.core.errors import SettingError
 from trainwright.core.figures import confusion_figure, history_figure, values_figure
+from trainwright.observers import Best
+from trainwright.schedules import Cyclic, Exponential, Linear, MultiStep, WarmupStableDecay
 
 
 def lines(axes):

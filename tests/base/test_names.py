@@ -103,7 +103,7 @@ def test_a_class_says_so_too_and_stays_the_class_that_it_is():
 
 
 @pytest.mark.parametrize(
-    "setting", [trainwright.Lars, trainwright.batches, trainwright.EarlyStopping, trainwright.launch]
+    "setting", [trainwright.optim.Lars, trainwright.batches, trainwright.EarlyStopping, trainwright.launch]
 )
 def test_settings_and_functions_that_users_call_say_what_was_meant(setting):
     known = [one for one in inspect.signature(setting).parameters.values() if one.kind is one.KEYWORD_ONLY]

@@ -21,7 +21,9 @@ import torch
 from sklearn.datasets import load_digits
 from torch import nn
 
-from trainwright import Profile, Statistics, TensorBoardLogger, Trainer, Updates, anomaly, batches, deterministic
+from trainwright import TensorBoardLogger, Trainer, Updates, batches
+from trainwright.observers import Profile, Statistics
+from trainwright.tools import anomaly, deterministic
 
 EPOCHS = 3
 Way = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], list[Any]]]

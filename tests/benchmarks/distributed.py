@@ -32,7 +32,8 @@ from sklearn.datasets import load_digits
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from trainwright import DDP, Observer, Trainer, Update, Updates, batches, launch
+from trainwright import DDP, Observer, Trainer, Updates, batches, launch
+from trainwright.observers import Update
 
 BATCH = 32
 

@@ -20,7 +20,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from trainwright import Cosine, Lamb, Lars, Trainer, adamw, batches, muon, param_groups, sgd
+from trainwright import Cosine, Trainer, adamw, batches, sgd
+from trainwright.optim import Lamb, Lars, muon, param_groups
 
 FORMS: dict[str, Callable[[nn.Module], Any]] = {
     "SGD, fused": sgd(lr=1e-3),

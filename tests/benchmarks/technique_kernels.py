@@ -28,7 +28,7 @@ from technique_measuring import (
 )
 from torch import Tensor, nn
 
-from trainwright import checkpoint_activations
+from trainwright.modules import checkpoint_activations
 from trainwright.modules.peak_memory import LiveTensors
 
 SCRIPT = """

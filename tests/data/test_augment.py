@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import Dataset
 
-from trainwright import Augment, Checkpoint, DataError, Normalize, SettingError, Trainer, Updates, batches
+from trainwright import Checkpoint, DataError, SettingError, Trainer, Updates, batches
+from trainwright.data import Augment, Normalize
 from trainwright.data.transforms.augment import Draws
 from trainwright.distributed.mesh import Shard
 

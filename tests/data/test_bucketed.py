@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainwright import batches, bucketed, pad, sharded
+from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
+from trainwright.data import bucketed, pad, sharded
 from trainwright.data.sources import open_source
 from trainwright.data.transforms.bucketing import Bucketed
 from trainwright.distributed.mesh import Shard

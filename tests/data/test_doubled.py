@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
-from trainwright import Trainer, shard
+from trainwright import Trainer
+from trainwright.data import shard
 from trainwright.data.dataloader.duplicates import looked_at
 
 ROWS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), torch.tensor([float(i)])) for i in range(24)]

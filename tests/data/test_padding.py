@@ -12,8 +12,9 @@ import pytest
 import torch
 from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
-from trainwright import batches, nest, pack, pad
+from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
+from trainwright.data import nest, pack, pad
 from trainwright.data.transforms import padding
 from trainwright.update.batches import TARGETS
 from trainwright.update.window import rows_of

@@ -15,7 +15,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from trainwright import DataError, SettingError, Trainer, batches, prefetch, shard, sharded
+from trainwright import DataError, SettingError, Trainer, batches
+from trainwright.data import prefetch, shard, sharded
 
 HERE = threading.get_ident
 

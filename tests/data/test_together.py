@@ -14,9 +14,10 @@ from passes import Augmented, Globally, alike, loader, rest, resumed, trained
 from sources import generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import batches, sharded, together
+from trainwright import batches
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state
+from trainwright.data import sharded, together
 from trainwright.data.sources import open_source
 from trainwright.distributed.mesh import Shard
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from dealt import Sized, table
 
-from trainwright import batches, prefetch, together
+from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
+from trainwright.data import prefetch, together
 from trainwright.data.sources import open_source
 
 

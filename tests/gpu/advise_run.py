@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainwright import Advice, Trainer, advise, batches
+from trainwright import Trainer, advise, batches
+from trainwright.tools import Advice
 
 
 def advice_on(device: torch.device, *, seconds: float, width: int = 64) -> tuple[Advice, bool]:

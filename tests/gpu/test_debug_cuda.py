@@ -14,14 +14,17 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Profile, Trainer, anomaly, deterministic
+from trainwright import Trainer
+from trainwright.observers import Profile
+from trainwright.tools import anomaly, deterministic
 from trainwright.tools.debug import WORKSPACE
 
 pytestmark = pytest.mark.gpu
 
 TOO_LATE = """
 import torch
-from trainwright import SettingError, deterministic
+from trainwright import SettingError
+from trainwright.tools import deterministic
 one = torch.ones(2, 2, device="cuda")
 {before}
 try:

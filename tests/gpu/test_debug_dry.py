@@ -8,7 +8,7 @@ import pytest
 import test_debug_cuda as debug
 import torch
 
-from trainwright import deterministic
+from trainwright.tools import deterministic
 
 CPU = torch.device("cpu")
 

@@ -31,9 +31,10 @@ from gpu_runs import (
 )
 from torch import nn
 
-from trainwright import Fast, NonFiniteError, Observer, Throughput, Trainer, Updates, batches
+from trainwright import Fast, NonFiniteError, Observer, Trainer, Updates, batches
 from trainwright.checkpointing.tensorfile import Contents
 from trainwright.checkpointing.writer import Memory, memory_needs
+from trainwright.observers import Throughput
 from trainwright.optim.fused import maskable_step_of, ready_to_mask
 
 pytestmark = pytest.mark.gpu

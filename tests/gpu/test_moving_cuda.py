@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Augment, Fast, Normalize, Trainer, accuracy, batches
+from trainwright import Fast, Trainer, accuracy, batches
 from trainwright.acceleration.transfer import SLOTS, Moving
 from trainwright.core.device import move
+from trainwright.data import Augment, Normalize
 
 pytestmark = [
     pytest.mark.gpu,

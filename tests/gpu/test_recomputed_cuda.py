@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import checkpoint_activations
+from trainwright.modules import checkpoint_activations
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from trainwright import SumLoss, Trainer, batches, bucketed, nest, pack, pad, together
+from trainwright import SumLoss, Trainer, batches
+from trainwright.data import bucketed, nest, pack, pad, together
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,13 +9,14 @@ from itertools import chain
 import torch
 from torch import nn
 
-from trainwright import LossScaler, MixedPrecision, Plan, SumLoss, Trainer, Window
+from trainwright import MixedPrecision, Plan, SumLoss, Trainer, Window
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.evaluation import passes
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.optim import gradients
 from trainwright.optim.gradients import Gradients
+from trainwright.precision import LossScaler
 from trainwright.schedules.table import TableSchedule
 from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, strategy, window
 from trainwright.update.loss_tracker import LossTracker

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import LossScaler, MixedPrecision, Trainer
-from trainwright.precision import Precision
+from trainwright import MixedPrecision, Trainer
+from trainwright.precision import LossScaler, Precision
 
 from .models import Losses, assert_equal
 from .window_cases import UNEVEN, draw

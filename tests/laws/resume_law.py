@@ -24,8 +24,9 @@ import pytest
 from laws.resume_cells import Cell, drawn, name, uninterrupted
 from laws.resume_data import BATCHES
 from laws.resume_run import ERROR, SIGNALS, Interrupt, flattened, train
-from trainwright import latest_checkpoint, read_journal
+from trainwright import latest_checkpoint
 from trainwright.checkpointing.format import load_tree
+from trainwright.observers import read_journal
 
 LIMIT = 120
 """Seconds after which a phase hangs."""

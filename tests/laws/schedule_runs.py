@@ -7,20 +7,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as torchs
 
-from trainwright import (
-    Cosine,
-    Cyclic,
-    Exponential,
-    Linear,
-    MultiStep,
-    Observer,
-    OneCycle,
-    StepLR,
-    TorchSchedule,
-    Trainer,
-    Updates,
-    batches,
-)
+from trainwright import Cosine, Observer, OneCycle, StepLR, TorchSchedule, Trainer, Updates, batches
+from trainwright.schedules import Cyclic, Exponential, Linear, MultiStep
 
 
 def one_group(model):

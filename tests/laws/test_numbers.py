@@ -9,7 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from trainwright import Derived, MeanLoss, SettingError, SumLoss, Trainer, accuracy
+from trainwright import MeanLoss, SettingError, SumLoss, Trainer, accuracy
+from trainwright.metrics import Derived
 
 from .numbers_runs import UNEVEN, Errors, Seen, close, cut, distance, linear, rows_of_data, trainer
 

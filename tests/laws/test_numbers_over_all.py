@@ -9,17 +9,8 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
-from trainwright import (
-    Derived,
-    EarlyStopping,
-    SettingError,
-    StepOutput,
-    SumLoss,
-    Trainer,
-    accuracy,
-    batches,
-    over_all,
-)
+from trainwright import EarlyStopping, SettingError, StepOutput, SumLoss, Trainer, accuracy, batches, over_all
+from trainwright.metrics import Derived
 from world.pool import pool
 
 ROWS, BATCH = 45, 8

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright import Augment, Normalize, Trainer, batches
+from trainwright import Trainer, batches
+from trainwright.data import Augment, Normalize
 from world.pool import pool
 
 EXACT = 1e-12

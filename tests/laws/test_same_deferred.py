@@ -10,8 +10,9 @@ import torch
 from torch import nn
 
 from laws.deferred_runs import OPTIMIZERS, Watches, data, defer_on_cpu, net, same, state, trained
-from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Update, Updates
+from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer, Updates
 from trainwright.core.errors import NonFiniteError
+from trainwright.observers import Update
 from trainwright.optim.fused import DirectStep
 from trainwright.update import device_state
 from trainwright.update.device_state import DeviceLRTable

@@ -14,8 +14,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import EMA, Checkpoint, Trainer, Updates, accuracy, batches, prefetch
+from trainwright import EMA, Checkpoint, Trainer, Updates, accuracy, batches
 from trainwright.acceleration.transfer import SLOTS, Moving
+from trainwright.data import prefetch
 from trainwright.fit.arguments import bound_hooks
 
 from .models import assert_twins, build, ready

@@ -15,12 +15,8 @@ from trainwright import (
     SWA,
     Checkpoint,
     Cosine,
-    Cyclic,
     DataError,
     Epochs,
-    Exponential,
-    Linear,
-    MultiStep,
     Observer,
     OneCycle,
     Plateau,
@@ -29,10 +25,10 @@ from trainwright import (
     TorchSchedule,
     Trainer,
     Updates,
-    WarmupStableDecay,
 )
 from trainwright.core.plan import Plan
 from trainwright.fit.epochs import EpochLengths
+from trainwright.schedules import Cyclic, Exponential, Linear, MultiStep, WarmupStableDecay
 from trainwright.update.device_state import DeviceLRTable
 
 generator = torch.Generator().manual_seed(0)

@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Cosine, Linear, OneCycle, SettingError, StepLR, TorchSchedule, Trainer
+from trainwright import Cosine, OneCycle, SettingError, StepLR, TorchSchedule, Trainer
+from trainwright.schedules import Linear
 
 from .schedule_runs import Watched, half_cosine, network, one_group, rows_of_data, run, two_groups
 

@@ -8,18 +8,8 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
-from trainwright import (
-    Epochs,
-    Exponential,
-    MeanLoss,
-    MixedPrecision,
-    Plateau,
-    StepLR,
-    TorchSchedule,
-    Updates,
-    WarmupStableDecay,
-    batches,
-)
+from trainwright import Epochs, MeanLoss, MixedPrecision, Plateau, StepLR, TorchSchedule, Updates, batches
+from trainwright.schedules import Exponential, WarmupStableDecay
 
 from .schedule_runs import CASES, OPTIMIZERS, Watched, by_hand, network, one_group, rows_of_data, run, two_groups, used
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Cosine, Derived, Observer, Trainer, Updates, accuracy, batches
+from trainwright import Cosine, Observer, Trainer, Updates, accuracy, batches
+from trainwright.metrics import Derived
 
 
 def rows_of_data(rows=30, seed=0):

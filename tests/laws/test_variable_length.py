@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence
 
-from trainwright import Checkpoint, MeanLoss, SumLoss, Trainer, Updates, bucketed, nest, pack, pad
+from trainwright import Checkpoint, MeanLoss, SumLoss, Trainer, Updates
+from trainwright.data import bucketed, nest, pack, pad
 from world.pool import pool
 
 from .world_runs import apart, flat

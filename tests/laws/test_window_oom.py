@@ -10,19 +10,9 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import (
-    Augment,
-    Checkpoint,
-    MeanLoss,
-    NonFiniteError,
-    StepOutput,
-    SumLoss,
-    Trainer,
-    accuracy,
-    batches,
-    freeze,
-)
+from trainwright import Checkpoint, MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy, batches, freeze
 from trainwright.core.rng import random_state
+from trainwright.data import Augment
 from trainwright.update import snapshot
 from trainwright.update.window import Window
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import LossScaler, MixedPrecision, NonFiniteError, Trainer
-from trainwright.precision import Precision
+from trainwright import MixedPrecision, NonFiniteError, Trainer
+from trainwright.precision import LossScaler, Precision
 
 from .models import Losses, distance
 from .window_cases import (

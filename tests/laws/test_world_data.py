@@ -12,7 +12,8 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import MeanLoss, Trainer, batches, sharded
+from trainwright import MeanLoss, Trainer, batches
+from trainwright.data import sharded
 from trainwright.distributed.ddp import DDP
 from world.pool import pool
 

@@ -11,7 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import NonFiniteError, Observer, SumLoss, Trainer, Update, sharded
+from trainwright import NonFiniteError, Observer, SumLoss, Trainer
+from trainwright.data import sharded
+from trainwright.observers import Update
 from world.pool import pool
 
 from .world_runs import flat, rows_of_classes

@@ -9,8 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Observer, StepOutput, SumLoss, Trainer, Update, accuracy, batches, sharded
+from trainwright import Observer, StepOutput, SumLoss, Trainer, accuracy, batches
+from trainwright.data import sharded
 from trainwright.distributed.ddp import DDP
+from trainwright.observers import Update
 from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import F1, R2, MeanLoss, Observer, StepOutput, Trainer, accuracy
+from trainwright import MeanLoss, Observer, StepOutput, Trainer, accuracy
+from trainwright.metrics import F1, R2
 from world.pool import pool
 
 from .own_updates import Pair

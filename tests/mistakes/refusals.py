@@ -75,7 +75,8 @@ def entry(text, label):
 def settings(code, **names):
     """`Trainer(..., a=1)`, `fit(..., a=1)` or `a=1` as a dict of its settings: the fix, run as it is written."""
     inside = re.sub(r"^\w+\(\.\.\., (.*)\)$", r"\1", code)
-    public = {name: getattr(trainwright, name) for name in trainwright.__all__}  # some are imported when asked for
+    packages = [trainwright, trainwright.data, trainwright.metrics, trainwright.optim, trainwright.schedules]
+    public = {name: getattr(package, name) for package in packages for name in package.__all__}
     return eval(f"dict({inside})", public | {"nn": nn, "torch": torch} | names)
 
 

@@ -13,15 +13,13 @@ from trainwright import (
     Fast,
     Journal,
     OneCycle,
-    Profile,
     SettingError,
     TensorBoardLogger,
-    journal_to_csv,
     latest_checkpoint,
     load_weights,
-    read_journal,
     save_weights,
 )
+from trainwright.observers import Profile, journal_to_csv, read_journal
 
 WRITES = {
     "Checkpoint": Checkpoint,

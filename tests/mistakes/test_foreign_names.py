@@ -280,9 +280,12 @@ CALLED = {
 }
 
 
+PACKAGES = (trainwright, trainwright.data, trainwright.observers, trainwright.schedules, trainwright.tools)
+
+
 @pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in FOREIGN_ARGUMENTS_OF.items() for name in names])
 def test_an_argument_of_another_librarys_function_says_what_to_write(of, name):
-    call = CALLED.get(of) or getattr(trainwright, of)
+    call = CALLED.get(of) or next(getattr(one, of) for one in PACKAGES if of in one.__all__)
     with pytest.raises(TypeError) as caught:
         call(**{name: 1})
     (note,) = caught.value.__notes__
@@ -291,7 +294,7 @@ def test_an_argument_of_another_librarys_function_says_what_to_write(of, name):
     assert note.startswith(f"trainwright: {of} takes no '{name}'. {said}\n")
 
 
-@pytest.mark.parametrize("estimator", [trainwright.SklearnClassifier, trainwright.SklearnRegressor])
+@pytest.mark.parametrize("estimator", [trainwright.tools.SklearnClassifier, trainwright.tools.SklearnRegressor])
 def test_an_estimator_says_its_own_name_and_what_to_write(estimator):
     for name, instead in {"devices": "Trainer(..., parallel=", "max_epochs": "epochs=50", "lrr": "'lr'?"}.items():
         with pytest.raises(TypeError) as caught:

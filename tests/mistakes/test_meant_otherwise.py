@@ -9,17 +9,9 @@ from refusals import entry, make, network, pieces, refused, with_method
 from torch import nn
 from torch.utils.data import DataLoader
 
-from trainwright import (
-    MeanLoss,
-    SettingError,
-    StepError,
-    SumLoss,
-    Throughput,
-    Trainer,
-    batches,
-    param_groups,
-    save_weights,
-)
+from trainwright import MeanLoss, SettingError, StepError, SumLoss, Trainer, batches, save_weights
+from trainwright.observers import Throughput
+from trainwright.optim import param_groups
 
 X, Y = torch.cat([x for x, _ in pieces()]), torch.cat([y for _, y in pieces()])
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import ModelStatistics, Observer, Profile, SettingError, Statistics, Trainer, Updates, batches
+from trainwright import Observer, SettingError, Trainer, Updates, batches
 from trainwright.distributed.ddp import DDP
+from trainwright.observers import ModelStatistics, Profile, Statistics
 from world.pool import pool
 
 

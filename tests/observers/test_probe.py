@@ -25,10 +25,10 @@ from trainwright import (
     Updates,
     accuracy,
     batches,
-    read_journal,
 )
 from trainwright.core import triggers
 from trainwright.fit import clock as clock_of_fit
+from trainwright.observers import read_journal
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(12) % 3

@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import ClipNorm, Profile, SettingError, Trainer, Updates, batches
+from trainwright import ClipNorm, SettingError, Trainer, Updates, batches
+from trainwright.observers import Profile
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3

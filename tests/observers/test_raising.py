@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Journal, Observer, Trainer, read_journal
+from trainwright import Checkpoint, Journal, Observer, Trainer
+from trainwright.observers import read_journal
 
 
 class Watches(Observer):

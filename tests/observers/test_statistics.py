@@ -10,21 +10,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import (
-    EMA,
-    ClipNorm,
-    Journal,
-    ModelStatistics,
-    Observer,
-    SettingError,
-    Statistics,
-    TensorBoardLogger,
-    Trainer,
-    Updates,
-    batches,
-    read_journal,
-)
+from trainwright import EMA, ClipNorm, Journal, Observer, SettingError, TensorBoardLogger, Trainer, Updates, batches
 from trainwright.core import host_reads
+from trainwright.observers import ModelStatistics, Statistics, read_journal
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3
@@ -130,7 +118,7 @@ def test_a_nan_is_a_nan_and_is_counted() -> None:
 
 
 def ModelOf(moved: float, before: float) -> float:
-    from trainwright import ParameterStatistics
+    from trainwright.observers import ParameterStatistics
 
     none = {"weight_norm": 0.0, "weight_max": 0.0, "weight_zeros": 0.0, "weight_nonfinite": 0}
     return ParameterStatistics(elements=1, update_norm=moved, before=before, **none).update_ratio

@@ -10,17 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import (
-    Checkpoint,
-    Observer,
-    Seconds,
-    SettingError,
-    TensorBoardLogger,
-    Throughput,
-    Trainer,
-    Updates,
-    batches,
-)
+from trainwright import Checkpoint, Observer, Seconds, SettingError, TensorBoardLogger, Trainer, Updates, batches
+from trainwright.observers import Throughput
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3

@@ -12,21 +12,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import (
-    Checkpoint,
-    Console,
-    Epochs,
-    Journal,
-    Observer,
-    Seconds,
-    SettingError,
-    Throughput,
-    Trainer,
-    Updates,
-    batches,
-    read_journal,
-)
+from trainwright import Checkpoint, Console, Epochs, Journal, Observer, Seconds, SettingError, Trainer, Updates, batches
 from trainwright.core.speed import Speed, together
+from trainwright.observers import Throughput, read_journal
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(48) % 3

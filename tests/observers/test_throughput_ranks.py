@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Observer, Speed, Throughput, Trainer, Updates, batches
+from trainwright import Observer, Trainer, Updates, batches
 from trainwright.distributed.ddp import DDP
+from trainwright.observers import Speed, Throughput
 from world.pool import pool
 
 

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright import Gradients
 from trainwright.distributed.fsdp import FSDP, full_state_dict, set_sync, shard
 from trainwright.distributed.world import Group
+from trainwright.optim import Gradients
 from trainwright.optim.fused import step_of
 
 CPU = torch.device("cpu")

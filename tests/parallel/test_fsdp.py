@@ -27,9 +27,10 @@ from fsdp_cases import (
 )
 from torch import nn
 
-from trainwright import ClipNorm, ClipValue, Gradients
+from trainwright import ClipNorm, ClipValue
 from trainwright.distributed.fsdp import FSDP, follow, full_state_dict, recover, retake, set_sync, shard
 from trainwright.modules.dtensors import full_tensor, is_sharded
+from trainwright.optim import Gradients
 from world.pool import pool
 
 EXACT = 1e-12

@@ -12,7 +12,7 @@ import torch
 from fsdp_cases import PAIRS, State, differ, plain_loop, sharded_loop
 from torch import nn
 
-from trainwright import Lamb, Lars, muon, param_groups
+from trainwright.optim import Lamb, Lars, muon, param_groups
 from world.pool import pool
 
 

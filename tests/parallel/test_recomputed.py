@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trainwright import DDP, FSDP, Trainer, batches, checkpoint_activations
+from trainwright import DDP, FSDP, Trainer, batches
+from trainwright.modules import checkpoint_activations
 from trainwright.modules.dtensors import full_tensor
 from world.pool import pool
 

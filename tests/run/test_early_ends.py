@@ -21,11 +21,11 @@ from trainwright import (
     Updates,
     latest_checkpoint,
     load_weights,
-    read_journal,
 )
 from trainwright.checkpointing.format import load_tree
 from trainwright.fit import boundary
 from trainwright.fit import clock as clock_of_fit
+from trainwright.observers import read_journal
 
 BY_VALIDATION = {"early_stopping": EarlyStopping("val_loss", patience=3), "schedule": Plateau("val_loss", patience=0)}
 BY_TRAINING = {"early_stopping": EarlyStopping("loss", patience=3), "schedule": Plateau("loss", patience=0)}

@@ -8,7 +8,8 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from trainwright import DataError, SettingError, Trainer, accuracy, batches, together
+from trainwright import DataError, SettingError, Trainer, accuracy, batches
+from trainwright.data import together
 
 X = torch.randn(600, 4, generator=torch.Generator().manual_seed(0))
 Y = X.argmax(1) % 3

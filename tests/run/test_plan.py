@@ -16,7 +16,6 @@ from trainwright import (
     DataError,
     EarlyStopping,
     Epochs,
-    MultiStep,
     Observer,
     OneCycle,
     Plateau,
@@ -26,6 +25,7 @@ from trainwright import (
     Updates,
     batches,
 )
+from trainwright.schedules import MultiStep
 
 
 def make(**settings):

@@ -21,10 +21,9 @@ from trainwright import (
     batches,
     latest_checkpoint,
     load_weights,
-    prefetch,
-    together,
 )
 from trainwright.checkpointing import format as formats
+from trainwright.data import prefetch, together
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)

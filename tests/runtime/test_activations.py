@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.utils.parametrizations import spectral_norm
 from torch.utils.checkpoint import checkpoint
 
-from trainwright import SettingError, StepError, checkpoint_activations, count_flops, summary
-from trainwright.modules import activations
+from trainwright import SettingError, StepError, summary
+from trainwright.modules import activations, checkpoint_activations, count_flops
 
 
 class Block(nn.Module):

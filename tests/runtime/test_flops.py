@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import count_flops
+from trainwright.modules import count_flops
 from trainwright.modules.flops import peak_of
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Gradients
+from trainwright.optim import Gradients
 
 
 def parameters(*dtypes):

@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import ClipNorm, ClipValue, Gradients
+from trainwright import ClipNorm, ClipValue
 from trainwright.core import host_reads
 from trainwright.modules.dtensors import copy_into, full_tensor, is_sharded, local_shards, on_all_ranks
+from trainwright.optim import Gradients
 from world.pool import pool
 
 SHAPES = [(5, 2), (1, 3), (4,)]

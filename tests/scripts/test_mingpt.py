@@ -19,7 +19,8 @@ from plain_scripts import (
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Derived, Trainer, accuracy, adamw, batches
+from trainwright import Trainer, accuracy, adamw, batches
+from trainwright.metrics import Derived
 
 TEXT = "".join(topics[name] for name in sorted(topics))[:20_000]
 LETTERS = sorted(set(TEXT))

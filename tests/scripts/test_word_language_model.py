@@ -12,7 +12,8 @@ from plain_scripts import assert_near_history, assert_no_longer, assert_same_wei
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Checkpoint, Derived, Plateau, Trainer, Updates
+from trainwright import Checkpoint, Plateau, Trainer, Updates
+from trainwright.metrics import Derived
 
 STRETCH = 12
 """Words that a gradient reaches back."""

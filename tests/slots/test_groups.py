@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Lamb, SettingError, Trainer, adamw, param_groups, sgd
+from trainwright import SettingError, Trainer, adamw, sgd
+from trainwright.optim import Lamb, param_groups
 from trainwright.optim.fused import dtype_broken_in_sgd
 
 

@@ -11,18 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import (
-    Checkpoint,
-    Cosine,
-    Lamb,
-    Lars,
-    MixedPrecision,
-    Observer,
-    SettingError,
-    Trainer,
-    batches,
-    param_groups,
-)
+from trainwright import Checkpoint, Cosine, MixedPrecision, Observer, SettingError, Trainer, batches
+from trainwright.optim import Lamb, Lars, param_groups
 
 
 class Net(nn.Module):

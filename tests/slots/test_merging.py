@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from trainwright import Derived, MeanLoss, SettingError, StepOutput, SumLoss, Trainer
+from trainwright import MeanLoss, SettingError, StepOutput, SumLoss, Trainer
 from trainwright.distributed.mesh import Shard
 from trainwright.distributed.world import Group, World
+from trainwright.metrics import Derived
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.metrics.metrics import accuracy, top_k
 from trainwright.metrics.reduce import reduce_to_rank0

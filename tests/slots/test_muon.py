@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Cosine, OneCycle, SettingError, Trainer, batches, freeze, muon, unfreeze
+from trainwright import Checkpoint, Cosine, OneCycle, SettingError, Trainer, batches, freeze, unfreeze
+from trainwright.optim import muon
 from trainwright.optim.optimizers import MuonAdamW
 
 needs_muon = pytest.mark.skipif(not hasattr(torch.optim, "Muon"), reason="torch.optim.Muon came with torch 2.9")

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import LossScaler, MixedPrecision, SettingError, Trainer
-from trainwright.precision import Precision
+from trainwright import MixedPrecision, SettingError, Trainer
+from trainwright.precision import LossScaler, Precision
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.update.loss_tracker import LossTracker
 

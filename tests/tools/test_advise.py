@@ -20,17 +20,10 @@ from test_trial import everything
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainwright import (
-    DataError,
-    Lamb,
-    SettingError,
-    Trainer,
-    accuracy,
-    advise,
-    batches,
-    checkpoint_activations,
-)
+from trainwright import DataError, SettingError, Trainer, accuracy, advise, batches
 from trainwright.core.device import usable_cores
+from trainwright.modules import checkpoint_activations
+from trainwright.optim import Lamb
 from trainwright.tools import advising
 from trainwright.tools import techniques as offered
 from trainwright.tools.advice import FEWEST, SEVERAL, Effect, effect_of, noise_of, slow_loader

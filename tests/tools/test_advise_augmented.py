@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainwright import Augment, Normalize, Trainer, advise, batches
+from trainwright import Trainer, advise, batches
+from trainwright.data import Augment, Normalize
 
 
 def test_a_trial_that_goes_round_changes_each_image_of_each_pass() -> None:

@@ -16,18 +16,8 @@ from sklearn.model_selection import GroupKFold, KFold, RepeatedKFold, ShuffleSpl
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
-from trainwright import (
-    Checkpoint,
-    CrossValidation,
-    DataError,
-    EarlyStopping,
-    SettingError,
-    Trainer,
-    accuracy,
-    batches,
-    cross_validate,
-    freeze,
-)
+from trainwright import Checkpoint, DataError, EarlyStopping, SettingError, Trainer, accuracy, batches, freeze
+from trainwright.tools import CrossValidation, cross_validate
 
 x = torch.randn(60, 4, generator=torch.Generator().manual_seed(0))
 y = (x.sum(1) > 0.5).long()

@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Fast, NonFiniteError, Trainer, anomaly, batches, deterministic
+from trainwright import Fast, NonFiniteError, Trainer, batches
 from trainwright.acceleration.layout import may_time
+from trainwright.tools import anomaly, deterministic
 from trainwright.tools.debug import WORKSPACE
 
 x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))

@@ -14,7 +14,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import DataError, Fast, Linear, SettingError, Trainer, batches
+from trainwright import DataError, Fast, SettingError, Trainer, batches
+from trainwright.schedules import Linear
 from trainwright.tools.lr_search import find_lr, read
 
 

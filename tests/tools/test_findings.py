@@ -13,7 +13,8 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Normalize, Trainer, batches, freeze
+from trainwright import Trainer, batches, freeze
+from trainwright.data import Normalize
 from trainwright.tools.findings import Finding, findings
 from trainwright.tools.trial import ready, traceless
 

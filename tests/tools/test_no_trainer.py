@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Trainer, advise, find_batch_size, find_lr, overfit_batches, smoke_run
+from trainwright import Trainer, advise, find_batch_size, find_lr
+from trainwright.tools import overfit_batches, smoke_run
 
 
 @pytest.mark.parametrize("tool", [advise, smoke_run, find_batch_size, find_lr, overfit_batches])

@@ -10,7 +10,8 @@ import torch
 from test_smoke_run import data, made, same, traces, x, y
 from torch import nn
 
-from trainwright import SettingError, Trainer, batches, overfit_batches, smoke_run
+from trainwright import SettingError, Trainer, batches
+from trainwright.tools import overfit_batches, smoke_run
 
 
 def test_a_model_that_can_learn_gets_its_loss_to_near_zero_and_is_left_as_it_was() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from sklearn.utils.estimator_checks import check_sample_weight_equivalence_on_dense_data, parametrize_with_checks
 
-from trainwright import SklearnClassifier, SklearnRegressor
+from trainwright.tools import SklearnClassifier, SklearnRegressor
 
 pytestmark = pytest.mark.slow
 

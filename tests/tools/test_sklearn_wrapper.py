@@ -18,7 +18,8 @@ from sklearn.preprocessing import StandardScaler
 from sklearn.utils import check_random_state
 from torch import Tensor, nn
 
-from trainwright import EarlyStopping, SettingError, SklearnClassifier, SklearnRegressor, batches, sgd
+from trainwright import EarlyStopping, SettingError, batches, sgd
+from trainwright.tools import SklearnClassifier, SklearnRegressor
 
 draws = np.random.RandomState(0)
 X = draws.randn(80, 4)

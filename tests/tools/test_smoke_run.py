@@ -22,11 +22,11 @@ from trainwright import (
     SettingError,
     Trainer,
     Updates,
-    WarmupStableDecay,
     accuracy,
     batches,
-    smoke_run,
 )
+from trainwright.schedules import WarmupStableDecay
+from trainwright.tools import smoke_run
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import SettingError, checkpoint_activations, count_flops, summary
+from trainwright import SettingError, summary
+from trainwright.modules import checkpoint_activations, count_flops
 
 ROWS = 10
 

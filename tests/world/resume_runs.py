@@ -17,8 +17,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, RandomSampler
 
 from laws.resume_run import digest, random_digests
-from trainwright import EMA, Checkpoint, Observer, StepLR, Trainer, Updates, batches, shard, sharded
+from trainwright import EMA, Checkpoint, Observer, StepLR, Trainer, Updates, batches
 from trainwright.core.durations import Duration
+from trainwright.data import shard, sharded
 
 ROWS, SIZE, EPOCHS = 27, 4, 2
 """7 batches an epoch, the last of them of 3 rows: on 3 processes one of 1 row, under BatchNorm two of 2 and 1."""

@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import CrossValidation, SettingError, Trainer, accuracy, cross_validate
+from trainwright import SettingError, Trainer, accuracy
+from trainwright.tools import CrossValidation, cross_validate
 from world.pool import pool
 
 x = torch.randn(45, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)

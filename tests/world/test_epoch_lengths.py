@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from trainwright import Checkpoint, Trainer, Updates, sharded
+from trainwright import Checkpoint, Trainer, Updates
+from trainwright.data import sharded
 from world.pool import Pool
 
 SHORT, LONG = 8, 24

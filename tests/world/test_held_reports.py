@@ -12,7 +12,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import DistributedError, Observer, Result, Stopped, Trainer, Update, batches
+from trainwright import DistributedError, Observer, Result, Stopped, Trainer, batches
+from trainwright.observers import Update
 from world.pool import Pool, RankFailed
 
 UPDATES = 40

@@ -22,10 +22,10 @@ from trainwright import (
     StepError,
     Stopped,
     Trainer,
-    Update,
     Updates,
     batches,
 )
+from trainwright.observers import Update
 from world.pool import Pool
 
 

@@ -17,3 +17,7 @@ Files in reading order:
 A number is a count-weighted mean over all rows and ranks, whatever the batches: sums are float64, counts whole
 numbers. A NaN is never dropped. Nothing waits for the device before the numbers are read.
 """
+
+from trainwright.core.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

@@ -12,6 +12,6 @@ Read in this order:
 What these functions change in a module is undone by their counterpart or at the end of their context, also on an error.
 """
 
-from trainwright.modules.modes import training_mode
+from trainwright.core.lazy import lazy_names
 
-__all__ = ["training_mode"]
+__getattr__, __dir__ = lazy_names(__name__)

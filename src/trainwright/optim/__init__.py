@@ -14,4 +14,4 @@ A step changes weights bit for bit as torch's own step does. Clipping sums norms
 
 from trainwright.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(__name__)

@@ -8,7 +8,6 @@ Promises: steps run under autocast, `backward` and the optimizer outside of it; 
 after a `fit` or an evaluation; an update whose scaled gradient overflows is skipped, and weights stay float32.
 """
 
-from trainwright.precision.base import LossScale, Precision
-from trainwright.precision.mixed_precision import LossScaler, MixedPrecision
+from trainwright.core.lazy import lazy_names
 
-__all__ = ["LossScale", "LossScaler", "MixedPrecision", "Precision"]
+__getattr__, __dir__ = lazy_names(__name__)

@@ -14,4 +14,4 @@ refused. A new schedule: a frozen dataclass on `BuiltinSchedule` with `spec(plan
 
 from trainwright.core.lazy import lazy_names
 
-__all__, __getattr__, __dir__ = lazy_names(__name__)
+__getattr__, __dir__ = lazy_names(__name__)

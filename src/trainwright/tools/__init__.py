@@ -10,3 +10,7 @@ scaled rates. `cross_validate`: folds, and predictions for rows left out. `sklea
 Promises: a tool leaves model, optimizers, random state and the order of the data exactly as it found them; it refuses
 what it cannot do before it trains; its record prints as text.
 """
+
+from trainwright.core.lazy import lazy_names
+
+__getattr__, __dir__ = lazy_names(__name__)

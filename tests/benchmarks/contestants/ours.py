@@ -13,7 +13,8 @@ from contestants.tasks import MAX_LR, Clock, Task
 
 
 def train(task: Task, clock: Clock, *, data: Callable[[Task], Any], console: bool = True) -> nn.Module:
-    from trainwright import Observer, OneCycle, Trainer, Validation
+    from trainwright import Observer, OneCycle, Trainer
+    from trainwright.observers import Validation
 
     class EpochEnds(Observer):
         def on_epoch(self, record: Validation) -> None:

@@ -18,7 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler, OneCycleLR
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 if TYPE_CHECKING:
-    from trainwright import Batches  # imported where it is used: plain loops are measured without it
+    from trainwright.data import Batches  # imported where it is used: plain loops are measured without it
 
 LR, MAX_LR = 1e-3, 3e-3
 CHARACTERS = 96

@@ -12,7 +12,8 @@ from gpu_cases.entry import Batch, Clock, Contestant, Task
 
 def train(task: Task, clock: Clock, *, compiles: str | None = None, device_data: bool = True) -> nn.Module:
     """Train from ready batches; where the task has rows on the host, from these."""
-    from trainwright import Fast, MeanLoss, Observer, Trainer, Validation
+    from trainwright import Fast, MeanLoss, Observer, Trainer
+    from trainwright.observers import Validation
 
     class EpochEnds(Observer):
         def on_epoch(self, record: Validation) -> None:
@@ -46,7 +47,8 @@ def data_of(task: Task) -> Any:
     """Ready batches, or images that lie on the host and are made numbers where the model is."""
     if task.rows is None:
         return list(task.data)
-    from trainwright import Normalize, batches
+    from trainwright import batches
+    from trainwright.data import Normalize
 
     return batches(task.rows, task.batch_size, shuffle=True, seed=1, augment=Normalize(MEAN, STD))
 

@@ -79,7 +79,7 @@ def large_images(bench: Bench) -> Task:
 
 
 def language(bench: Bench, *, rows: int = 32, precision: str = "bf16", clip: float | None = None) -> Task:
-    from trainwright import count_flops
+    from trainwright.modules import count_flops
 
     rows, model = bench.size(rows, 2), gpt2(tiny=bench.tiny)
     vocabulary, length = model.tokens.num_embeddings, model.length

@@ -1,0 +1,29 @@
+from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
+from trainwright.core.records import Best, Saved, Update, Validation
+from trainwright.core.speed import Speed
+from trainwright.observers.console import Console
+from trainwright.observers.journal import Journal, journal_to_csv, read_journal
+from trainwright.observers.loggers.tensorboard import TensorBoardLogger
+from trainwright.observers.probes import Probe
+from trainwright.observers.profiler import Profile
+from trainwright.observers.statistics import Statistics
+from trainwright.observers.throughput import Throughput
+
+__all__ = [
+    "Best",
+    "Console",
+    "Journal",
+    "ModelStatistics",
+    "ParameterStatistics",
+    "Probe",
+    "Profile",
+    "Saved",
+    "Speed",
+    "Statistics",
+    "TensorBoardLogger",
+    "Throughput",
+    "Update",
+    "Validation",
+    "journal_to_csv",
+    "read_journal",
+]

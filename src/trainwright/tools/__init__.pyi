@@ -1,0 +1,33 @@
+from trainwright.tools.advice import Advice, Effect
+from trainwright.tools.advising import advise
+from trainwright.tools.batch_search import LargestBatch, find_batch_size, linear_scaled, sqrt_scaled
+from trainwright.tools.cross_validation import CrossValidation, Fold, cross_validate
+from trainwright.tools.debug import anomaly, deterministic
+from trainwright.tools.lr_search import LRRange, find_lr
+from trainwright.tools.model_summary import summary
+from trainwright.tools.sanity import Overfit, SmokeRun, overfit_batches, smoke_run
+from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
+
+__all__ = [
+    "Advice",
+    "CrossValidation",
+    "Effect",
+    "Fold",
+    "LRRange",
+    "LargestBatch",
+    "Overfit",
+    "SklearnClassifier",
+    "SklearnRegressor",
+    "SmokeRun",
+    "advise",
+    "anomaly",
+    "cross_validate",
+    "deterministic",
+    "find_batch_size",
+    "find_lr",
+    "linear_scaled",
+    "overfit_batches",
+    "smoke_run",
+    "sqrt_scaled",
+    "summary",
+]
