@@ -44,7 +44,7 @@ def test_the_processes_of_an_attempt_share_a_part_and_those_of_the_next_find_not
 
 
 def test_a_process_that_asked_and_died_is_not_taken_for_the_next_of_its_rank(store: Any) -> None:
-    dist.PrefixStore("trainwright/meeting", store).set("asks/1", "word of the dead")
+    dist.PrefixStore("trainwright/rendezvous", store).set("asks/1", "word of the dead")
     parts = attempt(store, 2)
     parts[0].set("here", "yes")
     assert parts[1].get("here") == b"yes"

@@ -104,8 +104,8 @@ def check_alone(what: str) -> None:
 
 def is_shell_of_slurm() -> bool:
     """Return whether this is the shell of a Slurm job, which runs once and has room for several processes."""
-    said = ("WORLD_SIZE", "RANK", *_SIZES, *_RANKS)
-    return "SLURM_NTASKS" in os.environ and not _size_of_step() and not any(name in os.environ for name in said)
+    names = ("WORLD_SIZE", "RANK", *_SIZES, *_RANKS)
+    return "SLURM_NTASKS" in os.environ and not _size_of_step() and not any(name in os.environ for name in names)
 
 
 def first_host(nodes: str) -> str:

@@ -283,7 +283,7 @@ def _is_missed_in_a_copy(thread: threading.Thread) -> bool:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block the signals that end a run: ranks that are starting inherit the mask, and unblock them in `_settle`."""
+    """Block the signals that end a run: new ranks inherit the mask, and `_leave_terminal` unblocks them there."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -320,7 +320,7 @@ def _raised_signals() -> Iterator[None]:
 def _run_rank(rank: int, job: _Job) -> None:
     """Run the function as one rank, and write its report."""
     report_file = job.folder / str(rank)
-    _settle(forked=not isinstance(job.sent, bytes))
+    _leave_terminal(forked=not isinstance(job.sent, bytes))
     _set_environment(_port(job.folder / "port"), rank, job.size)
     peer_watch.report_exit = lambda text: _write(report_file, pickle.dumps(_Report("named", text)))
     report = _call(job.sent, rank)
@@ -334,7 +334,7 @@ def _run_rank(rank: int, job: _Job) -> None:
         sys.exit(1)
 
 
-def _settle(*, forked: bool) -> None:
+def _leave_terminal(*, forked: bool) -> None:
     """Leave the terminal of the parent, which passes Ctrl-C on: it must not come from both."""
     if hasattr(os, "setsid"):
         os.setsid()

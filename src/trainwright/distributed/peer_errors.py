@@ -129,7 +129,7 @@ def call_of(frame: FrameType | None) -> str:
                 break
             if code.co_flags & CO_GENERATOR:
                 name = ""  # a context of ours, which the user has not called by its name
-            elif code.co_name != "called":  # which stands around methods: `suggests`
+            elif code.co_name != "called":  # the wrapper of methods by `suggests`
                 name = code.co_name
         frame = frame.f_back
     return found

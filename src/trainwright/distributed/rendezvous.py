@@ -1,4 +1,4 @@
-"""The meeting of the ranks in a store: who has not come, which part of a shared store is theirs, calls without an end.
+"""The rendezvous of the ranks in a store: the ranks that are missing, the part of a shared store, calls with a limit.
 
 A launcher's store outlives the processes that it restarts; every wait for a rank in it has a limit, and is reported.
 """
@@ -47,30 +47,30 @@ def own_part(
     Raises torch's DistStoreError where the others do not come in time.
     """
     word = secrets.token_hex(8)
-    meeting = dist.PrefixStore("trainwright/meeting", store)
+    rendezvous = dist.PrefixStore("trainwright/rendezvous", store)
     if rank:
-        meeting.set(f"asks/{rank}", word)
-        word = meeting.get(f"answer/{word}").decode()
-        meeting.set(f"joined/{word}/{rank}", "")
+        rendezvous.set(f"asks/{rank}", word)
+        word = rendezvous.get(f"answer/{word}").decode()
+        rendezvous.set(f"joined/{word}/{rank}", "")
     else:
-        _answer(dist, meeting, word, size=size, seconds=seconds, look=look)
+        _answer(dist, rendezvous, word, size=size, seconds=seconds, look=look)
     return dist.PrefixStore(f"trainwright/{word}", store)
 
 
 def _answer(
-    dist: Any, meeting: Any, word: str, *, size: int, seconds: float, look: Callable[[Sequence[int]], None] | None
+    dist: Any, rendezvous: Any, word: str, *, size: int, seconds: float, look: Callable[[Sequence[int]], None] | None
 ) -> None:
     """Answer each question, those of dead processes too, until all ranks have joined."""
     answered: dict[int, str] = {}
     missing, end = list(range(1, size)), time.monotonic() + seconds
     while missing:
         for rank in missing:
-            if meeting.check([f"asks/{rank}"]):
-                asked = meeting.get(f"asks/{rank}").decode()
+            if rendezvous.check([f"asks/{rank}"]):
+                asked = rendezvous.get(f"asks/{rank}").decode()
                 if asked != answered.get(rank):
-                    meeting.set(f"answer/{asked}", word)
+                    rendezvous.set(f"answer/{asked}", word)
                     answered[rank] = asked
-        missing = [rank for rank in missing if not meeting.check([f"joined/{word}/{rank}"])]
+        missing = [rank for rank in missing if not rendezvous.check([f"joined/{word}/{rank}"])]
         if time.monotonic() > end:
             raise dist.DistStoreError(f"rank {missing[0]} has not come within {seconds:g} s")
         if missing:
