@@ -209,9 +209,7 @@ class FitContext:
 
     # Leave.
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         try:
             with self._undo:
                 self._finish(error)
@@ -220,7 +218,7 @@ class FitContext:
         except BaseException as ending:
             if ending is not error:
                 raise
-            ending.__traceback__ = trace  # it propagates as it came, without the frames of this method
+            ending.__traceback__ = tb  # it propagates as it came, without the frames of this method
 
     def _finish(self, raised: BaseException | None) -> None:
         """Save, restore, report; raise the error in which the fit ends, if any."""

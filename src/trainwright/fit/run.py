@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cached_property
 from itertools import islice
 from typing import TYPE_CHECKING, Any
@@ -17,7 +17,7 @@ from trainwright.core.rng import RngCheckpoint
 from trainwright.core.signals import Signals
 from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
-from trainwright.evaluation.passes import check_repeatable, run_training_forwards
+from trainwright.evaluation.passes import autocast, check_repeatable, run_training_forwards
 from trainwright.evaluation.weights import choose_weights
 from trainwright.fit.describe import settings_of
 from trainwright.fit.epochs import EpochLengths
@@ -113,10 +113,9 @@ class Run:
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
         self.weights = choose_weights(owner, average, self._feed)
-        precision, device = owner.precision, owner.device.type
-        autocast = None if precision is None else precision.autocast(device)
-        self.autocast: AbstractContextManager[Any] = nullcontext() if autocast is None else autocast
-        self.scaler = None if precision is None else precision.loss_scale(device)
+        precision = owner.precision
+        self.autocast = autocast(owner)
+        self.scaler = None if precision is None else precision.loss_scale(owner.device.type)
         check_weights(self.scaler, self.gradients.parameters)
         self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
         follows = owner._hooks.after_update is not None or (precision is not None and precision.follows_updates)

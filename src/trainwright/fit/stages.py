@@ -59,7 +59,7 @@ class LastStage:
     def begin_next(self, *, resumes: bool) -> None:
         """Prepare counters, rates and weights for the next stage. No-op: none came before."""
 
-    def leave(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+    def leave(self, kind: Any, error: BaseException | None, tb: Any) -> None:
         """End the stage: as an `__exit__`. Restores the trainer where an error came before the loop."""
         owner = self._owner
         owner._record.is_under_way = False
