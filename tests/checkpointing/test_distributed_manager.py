@@ -92,7 +92,7 @@ def test_rank_zero_writes_and_all_ranks_know_the_complete_and_the_best(tmp_path,
 def count_collectives(directory):
     world, manager = keep(directory)
     asked = []
-    for name in ("same", "gather"):
+    for name in ("broadcast", "all_gather"):
         plain = getattr(world, name)
         setattr(world, name, lambda *given, plain=plain, name=name: (asked.append(name), plain(*given))[1])
     counts = []
@@ -125,9 +125,9 @@ def test_one_process_gets_the_manager_of_one_process(tmp_path):
 
 def slow_write(directory):
     world, manager = keep(directory)
-    beats, commit, same = [], commits.commit, world.same
+    beats, commit, broadcast = [], commits.commit, world.broadcast
     coordinator.BEAT = 0.05
-    world.same = lambda value: (beats.append(value), same(value))[1]
+    world.broadcast = lambda value: (beats.append(value), broadcast(value))[1]
     commits.commit = lambda *given, **named: (time.sleep(0.5), commit(*given, **named))[1]
     try:
         save(manager, 1)
