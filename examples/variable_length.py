@@ -4,15 +4,21 @@ Data      about 13,600 different lines of 8 modules of this Python's own standar
 Time      about 10 seconds of training on one CPU core (--smoke: 300 lines, less)
 Expected  at least 75 % of the held-out lines right; the largest module alone would be right for 28 %.
           About 5 % of what a batch holds is padding, 51 % without buckets
+More      --packed trains a GRU on packed rows (75 %), --nested attention without positions on nested rows (55 %):
+          batches without any padding, in about a minute
 """
 
 import sys
 import sysconfig
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainwright import OneCycle, StepOutput, SumLoss, Trainer, accuracy
 from trainwright.data import bucketed, pad
@@ -24,6 +30,7 @@ LONGEST = 128
 def main() -> None:
     torch.set_num_threads(1)  # a network this small gains nothing from more
     torch.manual_seed(0)
+    warnings.filterwarnings("ignore", message="The PyTorch API of nested tensors is in prototype stage")
     rows = lines_of(MODULES)
     order = torch.randperm(len(rows)).tolist()[: 300 if "--smoke" in sys.argv else None]
     training, held_out = [[rows[i] for i in part] for part in (order[len(order) // 5 :], order[: len(order) // 5])]
@@ -39,6 +46,23 @@ def main() -> None:
     right = trainer.evaluate(val, name="held_out")["held_out_accuracy"]
     print(f"{right:.1%} of the held-out lines are right, {largest / len(held_out):.1%} by the largest module alone")
     print(f"{train.padding():.1%} of what was read is padding, {train.padding_mixed():.1%} without buckets")
+
+    if "--packed" in sys.argv or "--smoke" in sys.argv:
+        train_without_padding("packed", PackedReader(), packed, training, held_out)
+    if "--nested" in sys.argv or "--smoke" in sys.argv:
+        train_without_padding("nested", NestedReader(), nested, training, held_out)
+
+
+def train_without_padding(
+    name: str, model: nn.Module, collate: Callable[[list[Any]], Any], training: list[Any], held_out: list[Any]
+) -> None:
+    """Train by the default step: a batch is (lines, modules), and each line counts once."""
+    train = bucketed(training, 64, lengths=length, shuffle=True, seed=0, collate=collate)
+    val = bucketed(held_out, 64, lengths=length, collate=collate)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
+    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy})
+    trainer.fit(train, val, epochs=1 if "--smoke" in sys.argv else 4)
+    print(f"{name}: {trainer.evaluate(val, name='held_out')['held_out_accuracy']:.1%} of the held-out lines are right")
 
 
 def lines_of(modules: tuple[str, ...]) -> list[tuple[bytes, int]]:
@@ -72,6 +96,58 @@ class Reader(nn.Module):
         short = F.relu(self.short(embedded)) * real
         long = F.relu(self.long(short)) * real
         scores: Tensor = self.classes(torch.cat([short.amax(2), long.amax(2)], 1))
+        return scores
+
+
+def packed(rows: list[tuple[Any, int]]) -> tuple[PackedSequence, Tensor]:
+    """Collate rows for `nn.RNN`, `nn.LSTM` and `nn.GRU`; no row may be empty."""
+    sequences, targets = columns(rows)
+    return pack_sequence(sequences, enforce_sorted=False), targets
+
+
+def nested(rows: list[tuple[Any, int]]) -> tuple[Tensor, Tensor]:
+    """Collate rows to a nested tensor, (rows, *, ...): `F.scaled_dot_product_attention` attends within each row."""
+    sequences, targets = columns(rows)
+    return torch.nested.nested_tensor(sequences, layout=torch.jagged), targets
+
+
+def columns(rows: list[tuple[Any, int]]) -> tuple[list[Tensor], Tensor]:
+    """The sequences as tensors, and the targets as one."""
+    sequences = [torch.tensor(list(one)) if isinstance(one, bytes) else torch.as_tensor(one) for one, _ in rows]
+    return sequences, torch.tensor([target for _, target in rows])
+
+
+class PackedReader(nn.Module):
+    """Bytes to classes: the last state of a GRU."""
+
+    def __init__(self, width: int = 64) -> None:
+        super().__init__()
+        self.embed, self.gru = nn.Embedding(256, 24), nn.GRU(24, width)
+        self.classes = nn.Linear(width, len(MODULES))
+
+    def forward(self, line: PackedSequence) -> Tensor:
+        """Packed bytes -> (rows, modules)."""
+        _, last = self.gru(line._replace(data=self.embed(line.data)))
+        scores: Tensor = self.classes(last[0])
+        return scores
+
+
+class NestedReader(nn.Module):
+    """Bytes to classes: one layer of attention, and the mean over each line."""
+
+    def __init__(self, width: int = 64, heads: int = 2) -> None:
+        super().__init__()
+        self.embed, self.qkv, self.heads = nn.Embedding(256, width), nn.Linear(width, 3 * width), heads
+        self.classes = nn.Linear(width, len(MODULES))
+
+    def forward(self, line: Tensor) -> Tensor:
+        """(rows, *) -> (rows, modules)."""
+        query, key, value = (
+            one.unflatten(-1, [self.heads, -1]).contiguous().transpose(1, 2)  # torch attends to contiguous heads alone
+            for one in self.qkv(self.embed(line)).chunk(3, -1)
+        )
+        read = F.scaled_dot_product_attention(query, key, value).transpose(1, 2).flatten(-2)
+        scores: Tensor = self.classes(torch.stack([one.mean(0) for one in read.unbind()]))
         return scores
 
 

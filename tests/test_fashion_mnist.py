@@ -104,9 +104,38 @@ def test_pictures_and_classes_that_do_not_belong_together_are_refused(example, t
         example.clothes(tmp_path)
 
 
+def changed_row_by_row(images, *, shift, flip, seed):
+    """The images by the numbers that the layer draws: one flip and one offset for each row."""
+    torch.manual_seed(seed)
+    flips = torch.randint(2, (len(images), 1))[:, 0].tolist() if flip else [0] * len(images)
+    offsets = torch.randint(2 * shift + 1, (len(images), 2)).tolist() if shift else [(0, 0)] * len(images)
+    height, width = images.shape[2:]
+    made = []
+    for image, mirrored, (top, left) in zip(images, flips, offsets, strict=True):
+        around = torch.zeros(len(image), height + 2 * shift, width + 2 * shift, dtype=image.dtype)
+        around[:, shift : shift + height, shift : shift + width] = image
+        cut = around[:, top : top + height, left : left + width]
+        made.append(cut.flip(2) if mirrored else cut)
+    return torch.stack(made), flips, offsets
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.float32])
+@pytest.mark.parametrize(("shift", "flip"), [(0, True), (3, False), (2, True), (9, True)])
+def test_each_row_of_a_batch_is_shifted_and_flipped_by_numbers_of_its_own(example, shift, flip, dtype):
+    images = torch.randint(0, 256, (60, 2, 5, 7), generator=torch.Generator().manual_seed(1)).to(dtype)
+    kept, layer = images.clone(), example.ShiftAndFlip(shift=shift, flip=flip)
+    torch.manual_seed(8)
+    made = layer(images)
+    expected, flips, offsets = changed_row_by_row(images, shift=shift, flip=flip, seed=8)
+    assert made.dtype == dtype and torch.equal(made, expected) and torch.equal(images, kept)
+    assert not flip or 0.2 < sum(flips) / 60 < 0.8
+    assert shift in (0, 9) or {one for row in offsets for one in row} == set(range(2 * shift + 1))
+    assert layer.eval()(images) is images
+
+
 def test_what_the_files_hold_is_learned(example, tmp_path):
     written(tmp_path, rows=200)
-    pictures = example.clothes(tmp_path)._replace(batch_size=25, augment=example.Augment(flip=True))
+    pictures = example.clothes(tmp_path)._replace(batch_size=25, augment=example.ShiftAndFlip(flip=True))
     assert example.train(pictures, epochs=6) >= 0.9
 
 

@@ -26,7 +26,7 @@ from trainwright.core.errors import (
 from trainwright.core.plan import Plan
 from trainwright.core.progress import Progress
 from trainwright.core.records import MeanLoss, Result, StepOutput, SumLoss
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches
 from trainwright.distributed.ddp import DDP
 from trainwright.distributed.fsdp import FSDP
 from trainwright.distributed.launch import launch

@@ -24,9 +24,9 @@ from trainwright.core.errors import CheckpointError, TrainwrightError, first_lin
 from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, rng_preserved, seed
 from trainwright.core.trees import copy_tree, mapping_like, sequence_like
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches
 from trainwright.metrics.metric_set import MetricSet, check_metrics
-from trainwright.observers.statistics import Statistics
+from trainwright.observers.probes import Statistics
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import Clip, Metric, Observer, Schedule, Stateful, Tree
 from trainwright.schedules.bound import BoundSchedule

@@ -83,7 +83,7 @@ def test_a_circle_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     ("here", "line"),
     [
         ("core/x.py", "from trainwright.modules import modes"),
-        ("metrics/x.py", "from trainwright.data.batches import batches"),
+        ("metrics/x.py", "from trainwright.data.row_batches import batches"),
         ("data/x.py", "import trainwright.observers.console"),
         ("fit/x.py", "from trainwright.trainer import Trainer"),
         ("fit/x.py", "def f():\n    from trainwright.tools import advise"),

@@ -23,8 +23,7 @@ from torch.utils.data import (
 from torch.utils.data.dataloader import _SingleProcessDataLoaderIter
 
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import batches, open_source
 from trainwright.distributed.mesh import Shard
 
 Pair = namedtuple("Pair", ["rows", "twice"])

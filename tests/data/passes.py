@@ -14,12 +14,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from sources import Noisy, generator, text
+from sources import Noisy, committed, generator, text
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, get_worker_info
 
 from trainwright.checkpointing import tree
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 
 EPOCHS = 3
 END = object()
@@ -130,12 +130,12 @@ def trained(source: Any, cuts: list[tuple[int, int]], window: int = 1) -> tuple[
     for epoch in range(EPOCHS):
         start = random_state()
         if (epoch, 0) in cuts:
-            saved[epoch, 0] = {"data": source.state_dict(), "start": start, "now": start}
+            saved[epoch, 0] = {"data": committed(source), "start": start, "now": start}
         iterator = source.epoch(epoch)
         table.append([])
         while True:
             if len(table[-1]) % window == 0:
-                source.at_boundary()
+                source.commit()
             batch = next(iterator, END)
             if batch is END:
                 break
@@ -143,13 +143,14 @@ def trained(source: Any, cuts: list[tuple[int, int]], window: int = 1) -> tuple[
             trains()
             at = (epoch, len(table[-1]))
             if at in cuts:
-                saved[at] = {"data": source.state_dict(), "start": start, "now": random_state()}
+                data = committed(source) if len(table[-1]) % window == 0 else source.position()
+                saved[at] = {"data": data, "start": start, "now": random_state()}
     return table, saved
 
 
 def resumed(source: Any, saved: dict[str, Any], epoch: int, batch: int) -> list[list[str]]:
     """The rest of that epoch, and the next ones."""
-    said = source.load_state_dict(saved["data"])
+    said = source.seek(saved["data"])
     assert said is None
     table: list[list[str]] = []
     set_random_state(saved["now"])
@@ -164,7 +165,7 @@ def resumed(source: Any, saved: dict[str, Any], epoch: int, batch: int) -> list[
         for one in iterator:
             table[-1].append(text(one))
             trains()
-            source.at_boundary()
+            source.commit()
     return table
 
 

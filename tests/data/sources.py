@@ -77,3 +77,9 @@ def text(batch: Any) -> str:
 
 
 READY = [(X[:5], Y[:5]), (X[5:7], Y[5:7]), (X[7:], Y[7:])]
+
+
+def committed(source: Any) -> Any:
+    """The position behind all batches that were yielded."""
+    source.commit()
+    return source.position()

@@ -7,10 +7,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from sources import committed
 from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset, random_split
 
 from trainwright.core.errors import DataError, SettingError
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches
 from trainwright.data.seeded import mixed
 
 X = torch.arange(40.0).reshape(20, 2)
@@ -166,7 +167,7 @@ def test_memory_draws_nothing_and_a_missing_seed_is_drawn_once() -> None:
     drawn = rng()
     assert not equal_rng(drawn, before)
     torch.manual_seed(0)
-    assert int(torch.empty((), dtype=torch.int64).random_()) == source.state_dict()["seed"]
+    assert int(torch.empty((), dtype=torch.int64).random_()) == committed(source)["seed"]
     list(source.epoch(1))
     assert equal_rng(rng(), drawn)
 
@@ -227,7 +228,7 @@ def test_draws_depend_on_the_row_and_the_epoch_not_on_the_batch() -> None:
 def test_in_order_without_a_seed_the_draws_of_a_data_set_are_kept_in_the_state() -> None:
     first, second = batches(Augmented(), 8), batches(Augmented(), 8)
     kept = list(first.epoch(0))
-    second.load_state_dict(first.state_dict())
+    second.seek(committed(first))
     assert same(list(second.epoch(0)), kept)
     assert not same(list(batches(Augmented(), 8).epoch(0)), kept)
 
@@ -283,24 +284,24 @@ def test_a_sampler_gives_the_rows_and_is_told_the_epoch() -> None:
 def test_a_samplers_generator_is_resumed_inside_an_epoch_and_at_its_end() -> None:
     source = batches(Y, 8, sampler=random_sampler())
     table = [list(source.epoch(0))]
-    ended = source.state_dict()
+    ended = committed(source)
     iterator = source.epoch(1)
     table.append([next(iterator)])
-    inside = source.state_dict()
+    inside = committed(source)
     table[1] += iterator
     for state, skip in ((ended, 0), (inside, 1)):
         resumed = batches(Y, 8, sampler=random_sampler())
-        resumed.load_state_dict(state)
-        assert resumed.state_dict() == state
+        resumed.seek(state)
+        assert resumed.position() == state
         assert same(list(resumed.epoch(1, skip)), table[1][skip:])
 
 
 def test_state_restores_the_seed_and_the_passes() -> None:
     source = batches((X, Y), 8, shuffle=True)
     list(source)
-    state = source.state_dict()
+    state = committed(source)
     resumed = batches((X, Y), 8, shuffle=True)
-    resumed.load_state_dict(state)
+    resumed.seek(state)
     assert same(list(resumed), list(source))
 
 
@@ -318,7 +319,7 @@ def test_state_restores_the_seed_and_the_passes() -> None:
 def test_a_state_of_other_batches_is_refused_with_the_difference(other: Any, named: str) -> None:
     source = batches((X, Y), 8, shuffle=True, seed=1)
     with pytest.raises(DataError, match=f"otherwise(.|\n)*{named}(.|\n)*want"):
-        other().load_state_dict(source.state_dict())
+        other().seek(committed(source))
 
 
 def test_random_split_of_tensors_stays_in_memory() -> None:

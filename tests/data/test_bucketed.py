@@ -11,12 +11,13 @@ import torch
 from dealt import joined, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sources import committed
 from torch import Tensor
 
 from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data import bucketed, pad, sharded
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 from trainwright.data.transforms.bucketing import Bucketed
 from trainwright.distributed.mesh import Shard
 
@@ -137,7 +138,7 @@ def test_a_resume_reads_nothing_again_and_goes_on(how: dict[str, Any]) -> None:
     whole = [[numbers(one) for one in source.epoch(epoch)] for epoch in range(2)]
     for skip in (0, 1, 5, len(whole[1]) - 1, len(whole[1])):
         again = made_of(Counted(ROWS))
-        again.load_state_dict(source.state_dict())
+        again.seek(committed(source))
         read.clear()
         assert [numbers(one) for one in again.epoch(1, skip)] == whole[1][skip:]
         assert sorted(read) == sorted(itertools.chain(*whole[1][skip:]))
@@ -188,7 +189,7 @@ def test_rows_of_this_process_s_own_have_no_length_for_all() -> None:
 
 
 def test_other_lengths_are_other_data() -> None:
-    state = open_source(made()).state_dict()
+    state = open_source(made()).position()
     other = [length + (index == 0) for index, length in enumerate(LENGTHS)]
     for how, named in (
         ({"lengths": other}, "lengths="),
@@ -196,7 +197,7 @@ def test_other_lengths_are_other_data() -> None:
         ({"tokens": 999}, "tokens=999"),
     ):
         with pytest.raises(DataError, match=named):
-            open_source(made(**how)).load_state_dict(state)
+            open_source(made(**how)).seek(state)
 
 
 @pytest.mark.parametrize(

@@ -9,9 +9,9 @@ import torch
 from dealt import ALL, LOADERS, Alone, joined, opened, read, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sources import committed
 
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import batches, open_source
 from trainwright.distributed.mesh import Shard, Slice
 
 CASES = [(name, size) for name in ALL for size in (2, 3, 4) if size == 2 or ("2" not in name and "workers" not in name)]
@@ -40,7 +40,7 @@ def test_what_a_dealt_source_tells_of_the_whole_is_as_on_one_process(name: str) 
     for told in ("length", "rows", "batch_size", "repeatable", "draws_global_rng"):
         assert getattr(dealt, told) == getattr(alone, told), told
     assert dealt.facts() == alone.facts()
-    assert set(dealt.state_dict()) == set(alone.state_dict())
+    assert set(dealt.position()) == set(alone.position())
 
 
 @pytest.mark.sample(20)
@@ -54,12 +54,11 @@ def test_a_resume_goes_on_with_the_batches_of_one_process(name: str, skip: int, 
     iterator = source.epoch(1)
     for _ in range(skip):
         next(iterator)
-    saved = source.state_dict()
+    saved = committed(source)
     ranks = []
     for rank in range(size):
         source = opened(ALL[name], Shard(rank, size))
-        source.load_state_dict(saved)
-        source.load_process_state(None)
+        source.seek(saved, other_size=True)
         ranks.append(read(source, alone.begun[1], epoch=1, rank=rank, skip=skip))
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == alone.table[1][skip:]
 
@@ -171,7 +170,7 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
     assert ranks[0].describe() == "20 rows in batches of 8 = 2 x 4 from memory, in order"
     assert [[one.rows for one in source.epoch(0)] for source in ranks] == [[4, 4, 2], [4, 4, 2]]
     with pytest.raises(ValueError, match="processes=1"):
-        make().load_state_dict(ranks[0].state_dict())
+        make().seek(ranks[0].position())
 
 
 def test_per_rank_that_leaves_no_batch_is_refused_when_it_is_dealt() -> None:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from dealt import opened
 from passes import Augmented, Mixed, rest, resumed, trained
-from sources import generator
+from sources import committed, generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.core.rng import random_state
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches
 from trainwright.data.sharding import shard, sharded
 from trainwright.distributed.mesh import Shard
 
@@ -27,27 +27,24 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class OfProcess:
-    """A dealt source as its own run saves it: the common state, and beside it what is this process's own."""
+    """A dealt source whose slices are read as batches."""
 
     def __init__(self, make: Any, *, rank: int = 1, size: int = 2) -> None:
         self.source = opened(make, Shard(rank, size))
         self.source.must_resume = True
 
-    def state_dict(self) -> Any:
-        tree = self.source.state_dict()
-        common = {key: None if key in ("workers", "asked") else value for key, value in tree.items()}
-        return common | {"own": self.source.process_state(), "workers": {"number": tree["workers"]["number"]}}
+    def position(self) -> Any:
+        return self.source.position()
 
-    def load_state_dict(self, tree: Any) -> str | None:
-        said = self.source.load_state_dict(tree)
-        assert self.source.load_process_state(tree["own"]) is None
+    def seek(self, position: Any) -> str | None:
+        said: str | None = self.source.seek(position)
         return said
 
     def epoch(self, epoch: int, skip: int = 0) -> Any:
         return (one.batch for one in self.source.epoch(epoch, skip))
 
-    def at_boundary(self) -> None:
-        self.source.at_boundary()
+    def commit(self) -> None:
+        self.source.commit()
 
 
 @pytest.mark.sample(2)
@@ -74,21 +71,18 @@ def test_on_another_number_of_processes_the_rows_are_the_same_and_a_line_says_wh
     start = random_state()
     iterator = source.epoch(0)
     next(iterator)
-    saved, rows = source.state_dict(), [one.batch[0].tolist() for one in iterator]
+    saved, rows = committed(source), [one.batch[0].tolist() for one in iterator]
     assert saved["workers"]["seed"] is not None
     again = opened(make, Shard(0, 1))
-    again.load_state_dict(saved)
-    assert "the random draws of workers are not" in again.load_process_state(None)
-    assert again.state_dict()["workers"]["seed"] is None
+    assert "the random draws of workers are not" in again.seek(saved, other_size=True)
+    assert again.position()["workers"]["seed"] is None
     torch.set_rng_state(start["torch"])
     assert [one.batch[0].tolist()[:2] for one in again.epoch(0, 1)] == rows
-    assert opened(make, Shard(0, 1)).load_process_state(None) is None  # nothing was loaded
 
 
 def test_a_line_says_it_for_a_function_of_the_epoch_too() -> None:
     source = opened(lambda: lambda epoch: DataLoader(Augmented(), batch_size=4, num_workers=1), Shard(0, 2))
-    source.load_state_dict(source.state_dict())
-    assert "the random draws of workers are not" in source.load_process_state(None)
+    assert "the random draws of workers are not" in source.seek(committed(source), other_size=True)
 
 
 class Counting(Dataset):
@@ -116,19 +110,17 @@ def test_a_data_set_that_tells_its_state_is_asked_on_each_process(of: str) -> No
     def make() -> Any:
         return batches(Counting(), 6) if of == "batches" else DataLoader(Counting(), batch_size=6)
 
-    trees = []
+    positions = []
     for rank in range(2):
         source = opened(make, Shard(rank, 2, least=4))  # six rows: all of them the first one's
         source.must_resume = True
         iterator = source.epoch(0)
-        source.at_boundary()
+        source.commit()
         next(iterator) if rank == 0 else list(iterator)
-        trees.append((source.state_dict(), source.process_state()))
-    assert trees[0][1]["asked"]["now"]["state"] == {"asked": 6}
-    assert trees[1][1]["asked"]["now"]["state"] == {"asked": 12}
+        positions.append(committed(source))
+    assert [one["state"]["state"] for one in positions] == [{"asked": 6}, {"asked": 12}]
     again = opened(make, Shard(1, 2, least=4))
-    again.load_state_dict(trees[0][0])
-    again.load_process_state(trees[1][1])
+    again.seek(positions[1])
     assert next(again.epoch(1)).batch[1].tolist() == [13, 14, 15, 16, 17, 18]
 
 
@@ -161,8 +153,7 @@ def test_a_stream_that_tells_its_position_goes_on_there_on_each_process() -> Non
         source = opened(make, Shard(rank, 2))
         next(source.epoch(0))
         again = opened(make, Shard(rank, 2))
-        again.load_state_dict(opened(make, Shard(0, 2)).state_dict())
-        again.load_process_state(source.process_state())
+        again.seek(committed(source))
         assert [one.batch.tolist() for one in again.epoch(0, 1)] == left
 
 

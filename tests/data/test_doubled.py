@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright import Trainer
 from trainwright.data import shard
-from trainwright.data.dataloader.duplicates import looked_at
+from trainwright.data.dataloader.workers import looked_at
 
 ROWS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), torch.tensor([float(i)])) for i in range(24)]
 SAYS = "all 2 workers give the same batches: each reads all of Naive, and every row comes 2 times"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from trainwright.data.dataloader.duplicates import same_bits
+from trainwright.data.dataloader.workers import same_bits
 
 
 @dataclass

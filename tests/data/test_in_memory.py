@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from sources import committed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data import reading
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import batches, open_source
 
 ROWS = 600
 X = torch.randn(ROWS, 2, 3, generator=torch.Generator().manual_seed(0))
@@ -111,7 +111,7 @@ def test_reading_leaves_the_generators_and_a_run_without_it_goes_on_with_it() ->
     fetched = batches(AtOnce(KINDS["pair"]), 50, shuffle=True, seed=1)
     iterator = fetched.epoch(0)
     next(iterator)
-    read.load_state_dict(fetched.state_dict())
+    read.seek(committed(fetched))
     assert [exactly(one) for one in read.epoch(0, 1)] == [exactly(one) for one in iterator]
 
 

@@ -14,9 +14,8 @@ import torch
 from sources import Noisy
 from torch.utils.data import DataLoader, _utils, get_worker_info
 
-from trainwright.data.batches import batches
-from trainwright.data.dataloader import pool
-from trainwright.data.sources import open_source
+from trainwright.data.dataloader import workers
+from trainwright.data.opening import batches, open_source
 
 
 class Faulty(Noisy):
@@ -87,7 +86,7 @@ def test_a_worker_that_ends_by_itself_is_named() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("own", [True, False])
 def test_a_worker_that_hangs_ends_the_pass_in_the_end(own: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool, "HANGS_AFTER", 5.0)  # torch looks every 5 s
+    monkeypatch.setattr(workers, "HANGS_AFTER", 5.0)  # torch looks every 5 s
     begun = time.monotonic()
     said = note(passed(lambda: time.sleep(60), **({"timeout": 1} if own else {})))
     assert f"DataLoader timed out after {1 if own else 5} seconds" in said
@@ -110,10 +109,10 @@ def test_a_death_that_nobody_heard_of_is_told_by_the_next_fetch(
     loader = DataLoader(Faulty(raises, row=-1), batch_size=2, num_workers=2, persistent_workers=persistent)
     iterator = open_source(loader).epoch(0)
     next(iterator)
-    [workers] = [one for one in pool._ALIVE if one._dataset is loader.dataset]
+    [alive] = [one for one in workers._ALIVE if one._dataset is loader.dataset]
     held = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
-        os.kill(workers._workers[1].pid, signal.SIGKILL)
+        os.kill(alive._workers[1].pid, signal.SIGKILL)
         time.sleep(0.3)
         begun = time.monotonic()
         assert "loader worker 1 of 2 (pid " in note(lambda: next(iterator))

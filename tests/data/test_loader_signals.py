@@ -16,8 +16,7 @@ import torch
 from sources import Noisy
 from torch.utils.data import DataLoader
 
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import batches, open_source
 
 PROMPT = 60.0
 """Seconds that a loaded machine has for what an idle one does at once."""

@@ -9,7 +9,7 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Subset
 
 from trainwright.core.errors import DataError
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches
 
 X = torch.arange(40.0).reshape(20, 2)
 Y = torch.arange(20)

@@ -1,4 +1,4 @@
-"""Rows of unequal length as one batch: padded with what is real told, packed, nested; what cannot be is refused."""
+"""Rows of unequal length as one batch: padded, with a mask of the real entries; mistakes are refused."""
 
 from __future__ import annotations
 
@@ -10,14 +10,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch.nn.utils.rnn import PackedSequence, pad_packed_sequence
 
 from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
-from trainwright.data import nest, pack, pad
+from trainwright.data import pad
 from trainwright.data.transforms import padding
 from trainwright.update.batches import TARGETS
-from trainwright.update.window import rows_of
 
 Pair = namedtuple("Pair", ["tokens", "label"])
 KINDS: dict[str, Callable[[list[int]], Any]] = {
@@ -46,7 +44,7 @@ def test_a_read_only_array_is_padded_without_a_warning() -> None:
     assert padded.tolist() == [[0, 1, 2], [1, 0, 0]]
 
 
-def test_tuples_end_with_the_target_and_what_is_told_stands_before_it() -> None:
+def test_tuples_end_with_the_target_and_the_mask_or_the_lengths_come_before_it() -> None:
     rows = [([1, 2], 5), ([3], 6)]
     tokens, mask, target = pad()(rows)
     assert (tokens.tolist(), mask.tolist(), target.tolist()) == (
@@ -54,13 +52,13 @@ def test_tuples_end_with_the_target_and_what_is_told_stands_before_it() -> None:
         [[True, True], [True, False]],
         [5, 6],
     )
-    tokens, lengths, target = pad(tell="lengths")([Pair(*row) for row in rows])
+    tokens, lengths, target = pad(returns="lengths")([Pair(*row) for row in rows])
     assert (lengths.tolist(), lengths.dtype, target.tolist()) == ([2, 1], torch.int64, [5, 6])
-    tokens, target = pad(tell=None)(rows)
+    tokens, target = pad(returns=None)(rows)
     assert target.tolist() == [5, 6]
 
 
-def test_targets_that_are_sequences_are_padded_by_what_losses_leave_out() -> None:
+def test_targets_that_are_sequences_are_padded_by_the_index_that_losses_ignore() -> None:
     rows = [([1, 2], [7, 8]), ([3], [9])]
     *_, target = pad(value=4)(rows)
     assert target.tolist() == [[7, 8], [9, -100]]
@@ -77,9 +75,9 @@ def test_dicts_keep_their_keys(key: str) -> None:
     assert TARGETS == padding.TARGETS, "the same as for the default steps"
 
 
-def test_several_inputs_are_told_each_or_the_one_that_is_asked_for() -> None:
+def test_several_inputs_have_a_mask_each_or_the_one_that_is_asked_for() -> None:
     rows = [{"source": [1, 2], "words": [1], "y": 0}, {"source": [3], "words": [4, 5, 6], "y": 1}]
-    batch = pad(tell="lengths")(rows)
+    batch = pad(returns="lengths")(rows)
     assert (batch["source_lengths"].tolist(), batch["words_lengths"].tolist()) == ([2, 1], [1, 3])
     batch = pad(of="words")(rows)
     assert set(batch) == {"source", "words", "y", "mask"}
@@ -99,9 +97,9 @@ def test_further_dimensions_stay_and_widths_are_multiples() -> None:
 
 
 def test_types_are_kept_widened_or_as_asked() -> None:
-    assert pad(tell=None)([[1, 2], [], [0.5]]).tolist() == [[1, 2], [0, 0], [0.5, 0]]
-    assert pad(tell=None)([[], [1]]).dtype == torch.int64
-    assert pad(tell=None)([[1], [2]]).dtype == torch.int64
+    assert pad(returns=None)([[1, 2], [], [0.5]]).tolist() == [[1, 2], [0, 0], [0.5, 0]]
+    assert pad(returns=None)([[], [1]]).dtype == torch.int64
+    assert pad(returns=None)([[1], [2]]).dtype == torch.int64
     tokens, _, target = pad(dtype=torch.float32)([([1], [1]), ([2], [2])])
     assert (tokens.dtype, target.dtype) == (torch.float32, torch.int64)
     *_, label = pad()([([1], 0.5), ([2], 1.5)])
@@ -110,39 +108,18 @@ def test_types_are_kept_widened_or_as_asked() -> None:
     assert label.dtype == torch.float64
 
 
-@pytest.mark.parametrize("collate", [pad(multiple=2), pack(dtype=torch.float32), nest()], ids=repr)
-def test_workers_may_put_the_batches_together(collate: Any) -> None:
-    assert pickle.loads(pickle.dumps(collate)) == collate
+def test_a_collate_function_reaches_workers_by_pickle() -> None:
+    assert pickle.loads(pickle.dumps(pad(multiple=2))) == pad(multiple=2)
 
 
 def test_a_few_rows_of_unequal_length_are_no_columns() -> None:
-    (batch,) = batches([torch.ones(2), torch.ones(3)], 2, collate=pad(tell=None))
+    (batch,) = batches([torch.ones(2), torch.ones(3)], 2, collate=pad(returns=None))
     assert batch.tolist() == [[1, 1, 0], [1, 1, 1]]
-
-
-def test_packed_rows_are_the_rows() -> None:
-    rows = [([1, 2], 5), ([3, 4, 6], 6), ([7], 7), ([8], 8), ([9, 9], 9)]
-    packed, target = pack()(rows)
-    assert isinstance(packed, PackedSequence)
-    padded, lengths = pad_packed_sequence(packed, batch_first=True)
-    assert [row[:n].tolist() for row, n in zip(padded, lengths, strict=True)] == [row for row, _ in rows]
-    assert target.tolist() == [5, 6, 7, 8, 9]
-    assert rows_of((packed, target)) == rows_of(packed) == rows_of([packed]) == 5, "rows, not tokens"
-    assert rows_of(pack()(rows[:4])) == 4
-
-
-def test_nested_rows_are_the_rows() -> None:
-    rows = [(torch.ones(n, 4) * n, [n] * n) for n in (2, 3, 1)]
-    nested, target = nest()(rows)
-    assert nested.is_nested
-    assert nested.layout == torch.jagged
-    assert rows_of((nested, target)) == nested.shape[0] == 3
-    assert [one.tolist() for one in target.unbind()] == [[2, 2], [3, 3, 3], [1]]
 
 
 def test_as_a_collate_function_of_batches_it_makes_batches() -> None:
     data = [([1] * n, n) for n in range(1, 8)]
-    given = list(batches(data, 3, collate=pad(tell="lengths")))
+    given = list(batches(data, 3, collate=pad(returns="lengths")))
     assert [tuple(one[0].shape) for one in given] == [(3, 3), (3, 6), (1, 7)]
     assert all(torch.equal(one[1], one[2]) for one in given)
 
@@ -150,14 +127,12 @@ def test_as_a_collate_function_of_batches_it_makes_batches() -> None:
 @pytest.mark.parametrize(
     ("call", "named"),
     [
-        (lambda: pad(tell="masks"), r"tell='masks'(.|\n)*\"mask\", \"lengths\" or None"),
+        (lambda: pad(returns="masks"), r"returns='masks'(.|\n)*\"mask\", \"lengths\" or None"),
         (lambda: pad(multiple=0), "multiple=0"),
         (lambda: pad(value="x"), "value='x'"),
         (lambda: pad(dtype="float32"), r"dtype='float32'(.|\n)*pad\(dtype=torch.float32\)"),
-        (lambda: pack(dtype=int), "pack\\(dtype="),
-        (lambda: nest(dtype=int), "nest\\(dtype="),
-        (lambda: pad()([torch.ones(2, 3), torch.ones(2, 4)]), r"the rows cannot be put together(.|\n)*\(2, 3\)"),
-        (lambda: pad()([([1], [2]), ([1], 2)]), r"field 1 of the rows cannot be put together"),
+        (lambda: pad()([torch.ones(2, 3), torch.ones(2, 4)]), r"the rows cannot be joined(.|\n)*\(2, 3\)"),
+        (lambda: pad()([([1], [2]), ([1], 2)]), r"field 1 of the rows cannot be joined"),
         (lambda: pad()([([1], object()), ([1], object())]), r"field 1(.|\n)*object"),
         (lambda: pad()([([1], 2), ([1], 2, 3)]), r"differ in form"),
         (lambda: pad()([{"a": [1]}, {"b": [1]}]), r"differ in form"),
@@ -165,10 +140,9 @@ def test_as_a_collate_function_of_batches_it_makes_batches() -> None:
         (lambda: pad()([([1], torch.ones(1, dtype=torch.uint8))]), r"padding by -100 in torch.uint8"),
         (lambda: pad()([([1], torch.ones(1, dtype=torch.bool))]), r"padding by -100 in torch.bool"),
         (lambda: pad()([{"a": [1], "mask": [1]}]), None),
-        (lambda: pad()([{"a": [1], "mask": 1}]), r"adds 'mask' to the batch(.|\n)*tell=None"),
+        (lambda: pad()([{"a": [1], "mask": 1}]), r"adds 'mask' to the batch(.|\n)*returns=None"),
         (lambda: pad(of="b")([{"a": [1], "y": 1}]), r"of='b'(.|\n)*'a', 'y'"),
         (lambda: pad(of="y")([{"a": [1], "y": 1}]), r"of='y'"),
-        (lambda: pack()([[1], [], [2]]), r"row 1 of a batch is empty"),
     ],
 )
 def test_mistakes_are_refused_by_name(call: Callable[[], Any], named: str | None) -> None:

@@ -12,17 +12,17 @@ import numpy as np
 import pytest
 import torch
 from dealt import Lists, Ordered, Pair, Rows, Sized, Stream, opened, rows_of, starts
+from sources import committed
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.batches import batches
-from trainwright.data.cutting import cut
-from trainwright.data.cutting import rows_of as counted
+from trainwright.data.opening import batches, open_source
 from trainwright.data.sharding import shard, sharded
+from trainwright.data.slicing import cut
+from trainwright.data.slicing import rows_of as counted
 from trainwright.data.source import Source
-from trainwright.data.sources import open_source
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard, Slice
 
@@ -112,13 +112,12 @@ def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:
         expected = [rows_of(one.batch) for one in of_one_process(STREAMS[name], 0)]
         starts()
         next(source.epoch(0))
-        saved, own = source.state_dict(), source.process_state()
-        for tree, skip in ((own, 1), (None, 0), (None, 1)):
+        saved = committed(source)
+        for other_size, skip in ((False, 1), (True, 0), (True, 1)):
             again = opened(lambda name=name: sharded(STREAMS[name]()), Shard(0, 2))
-            again.load_state_dict(saved)
-            again.load_process_state(tree)
+            again.seek(saved, other_size=other_size)
             starts()
-            if tree is None and skip:
+            if other_size and skip:
                 with pytest.raises(DataError, match="each process has a part of its own"):
                     again.epoch(0, skip)
             else:
@@ -155,16 +154,14 @@ def test_an_endless_stream_resumes_on_as_many_processes_where_each_of_them_was()
     begun = random_state()
     iterator = source.epoch(1)
     [next(iterator) for _ in range(4)]
-    saved, rest = source.process_state(), [next(iterator).batch.item() for _ in range(3)]
+    saved, rest = committed(source), [next(iterator).batch.item() for _ in range(3)]
     again = made(1)
-    again.load_state_dict(saved)
-    again.load_process_state(saved)
+    again.seek(saved)
     set_random_state(begun)
     iterator = again.epoch(1, 4)
     assert [next(iterator).batch.item() for _ in range(3)] == rest
     elsewhere = made(1)
-    elsewhere.load_state_dict(saved)
-    elsewhere.load_process_state(None)
+    elsewhere.seek(saved, other_size=True)
     with pytest.raises(DataError, match="each process has a part of its own"):
         elsewhere.epoch(1, 4)
 

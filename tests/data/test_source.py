@@ -7,13 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from sources import READY, Noisy, X, Y, generator, text
+from sources import READY, Noisy, X, Y, committed, generator, text
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source, takes_batch_size
+from trainwright.data.opening import batches, open_source, takes_batch_size
 
 
 class Sized:
@@ -120,17 +119,17 @@ def test_a_functions_data_are_resumed(shared: bool) -> None:
 
     source = open_source(make())
     list(source.epoch(0))
-    between, drawn = source.state_dict(), torch.get_rng_state()
+    between, drawn = committed(source), torch.get_rng_state()
     iterator = source.epoch(1)
     first = next(iterator)
-    inside = source.state_dict()
+    inside = committed(source)
     table = [text(batch) for batch in [first, *iterator]]
     resumed = open_source(make())
-    resumed.load_state_dict(inside)
-    assert resumed.state_dict() == inside
+    resumed.seek(inside)
+    assert resumed.position() == inside
     assert [text(batch) for batch in resumed.epoch(1, skip=1)] == table[1:]
     resumed = open_source(make())
-    resumed.load_state_dict(between)
+    resumed.seek(between)
     torch.set_rng_state(drawn)
     assert [text(batch) for batch in resumed.epoch(1)] == table
 
@@ -147,8 +146,8 @@ def test_data_that_are_train_and_val_at_once_resume_with_the_order_of_both(kind:
 
     source = open_source(make())
     list(source.epoch(0))
-    kept = source.state_dict()
+    kept = committed(source)
     table = [validated(source), [text(batch) for batch in source.epoch(1)], validated(source)]
     again = open_source(make())
-    again.load_state_dict(kept)
+    again.seek(kept)
     assert [validated(again), [text(batch) for batch in again.epoch(1)], validated(again)] == table

@@ -9,11 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sources import LOADERS, Noisy, X, seeded, text
+from sources import LOADERS, Noisy, X, committed, seeded, text
 
 from trainwright.core.errors import DataError
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import batches, open_source
 from trainwright.data.streams import Continuing
 
 
@@ -68,13 +67,13 @@ def test_a_continuing_stream_resumes_at_any_batch(name: str, at: int) -> None:
     seeded()
     source = make()
     trained(source, None, range(at))
-    kept = source.state_dict()
+    kept = committed(source)
     boundary, python, numpy = torch.get_rng_state(), random.getstate(), np.random.get_state()
     rest = trained(source, source if at % 2 else None, range(at, at + 6))
 
     resumed = make()
-    resumed.load_state_dict(kept)
-    assert resumed.state_dict() is kept
+    resumed.seek(kept)
+    assert resumed.position() is kept
     iterator = resumed.epoch(at // 2, at % 2) if at % 2 else None
     if at % 2 == 0 and at:
         torch.rand(7)  # the state of the boundary is put back before the epoch and after it was begun
@@ -89,7 +88,7 @@ def test_a_continuing_stream_resumes_twice() -> None:
     for taken in (3, 1, 2, 4, 1):  # of epochs of 4, each time in a new process
         source = Continuing(open_source(batches(X, 3, shuffle=True, seed=1)))
         if kept is not None:
-            source.load_state_dict(kept)
+            source.seek(kept)
         iterator = source.epoch(epoch, skip)
         for _ in range(taken):
             if skip == 4:
@@ -97,5 +96,5 @@ def test_a_continuing_stream_resumes_twice() -> None:
                 iterator = source.epoch(epoch)
             given.append(text(next(iterator)))
             skip += 1
-        kept = source.state_dict()
+        kept = committed(source)
     assert given == table[: len(given)]

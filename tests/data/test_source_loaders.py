@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sources import LOADERS, Noisy, seeded, text
+from sources import LOADERS, Noisy, committed, seeded, text
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 
 
 def state() -> str:
@@ -62,12 +62,12 @@ def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(nam
     start = random_state()
     iterator = source.epoch(epoch)
     next(iterator)
-    kept, boundary = source.state_dict(), random_state()
+    kept, boundary = committed(source), random_state()
     rest = [text(batch) for batch in iterator]
 
     resumed = open_source(LOADERS[name]())
-    resumed.load_state_dict(kept)
-    assert resumed.state_dict() == kept
+    resumed.seek(kept)
+    assert resumed.position() == kept
     set_random_state(start)
     iterator = resumed.epoch(epoch, skip=1)
     set_random_state(boundary)
@@ -77,16 +77,16 @@ def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(nam
 def test_a_loader_resumed_between_epochs_draws_the_next_order() -> None:
     source = open_source(LOADERS["generator"]())
     list(source.epoch(0))
-    kept = source.state_dict()
+    kept = committed(source)
     following = [batch[0].tolist() for batch in source.epoch(1)]
     resumed = open_source(LOADERS["generator"]())
-    resumed.load_state_dict(kept)
+    resumed.seek(kept)
     assert [batch[0].tolist() for batch in resumed.epoch(1)] == following
 
 
 def test_a_state_of_a_loader_with_other_generators_is_refused() -> None:
     with pytest.raises(DataError, match=r"its random generators differ(.|\n)*no generator(.|\n)*loader.generator"):
-        open_source(LOADERS["shuffle"]()).load_state_dict(open_source(LOADERS["generator"]()).state_dict())
+        open_source(LOADERS["shuffle"]()).seek(open_source(LOADERS["generator"]()).position())
 
 
 def test_samplers_and_data_set_are_told_the_epoch_once() -> None:

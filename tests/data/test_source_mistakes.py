@@ -11,8 +11,7 @@ from torch import nn
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, TensorDataset
 
 from trainwright.core.errors import DataError
-from trainwright.data.batches import batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import batches, open_source
 
 
 class OneTime(IterableDataset):

@@ -1,4 +1,4 @@
-"""Several loaders side by side: who gives the epoch, who goes on, where a resume stands, what processes share."""
+"""A zip of loaders: which gives the epoch, which continue, where a resume begins, what ranks share."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import pytest
 import torch
 from dealt import Rows, Sized, Stream, rows_of, starts, table
 from passes import Augmented, Globally, alike, loader, rest, resumed, trained
-from sources import generator, seeded
+from sources import committed, generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import batches
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data import sharded, together
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 from trainwright.distributed.mesh import Shard
 
 
@@ -178,12 +178,12 @@ def test_a_window_may_be_given_up_and_begun_again() -> None:
     source = started(CASES["loaders"])
     start, iterator = random_state(), source.epoch(0)
     begun = list(itertools.islice(iterator, 2))
-    source.at_boundary()
+    source.commit()
     now = random_state()
     ahead = [numbers(one) for one in itertools.islice(iterator, 3)]
-    saved = {"data": source.state_dict(), "start": start, "now": now}
+    saved = {"data": source.position(), "start": start, "now": now}
     again = started(CASES["loaders"])
-    again.load_state_dict(saved["data"])
+    again.seek(saved["data"])
     set_random_state(start)
     left = again.epoch(0, skip=len(begun))
     set_random_state(now)
@@ -191,12 +191,12 @@ def test_a_window_may_be_given_up_and_begun_again() -> None:
 
 
 def test_a_state_of_other_loaders_is_refused() -> None:
-    state = open_source(two()).state_dict()
+    state = open_source(two()).position()
     with pytest.raises(DataError, match=r"the loaders are not those(.|\n)*epochs of=b(.|\n)*epochs of=a"):
-        open_source(two(length="b")).load_state_dict(state)
+        open_source(two(length="b")).seek(state)
     other = together(a=batches(table(21), 4, shuffle=True, seed=1), b=batches(table(6), 2, shuffle=True, seed=2))
     with pytest.raises(DataError, match="rows=21"):
-        open_source(other).load_state_dict(state)
+        open_source(other).seek(state)
 
 
 def test_orders_that_are_drawn_together_are_not_one_order() -> None:
@@ -266,12 +266,12 @@ def test_data_that_know_their_position_go_back_to_where_the_window_began() -> No
     source = opened()
     iterator = source.epoch(0)
     for _ in range(2):
-        source.at_boundary()
+        source.commit()
         next(iterator)
-    source.at_boundary()
+    source.commit()
     expected = numbers(next(iterator))
     again = opened()
-    again.load_state_dict(source.state_dict())
+    again.seek(source.position())
     assert numbers(next(again.epoch(0, skip=2))) == expected == {"a": [3], "b": [3]}
 
 
@@ -327,11 +327,11 @@ def test_a_state_of_one_process_goes_on_over_two_and_back(name: str, cut: tuple[
     for number in range(3):
         begun = (random_state(), [one.get_state() for one in alone.generators])
         if cut == (number, 0):
-            saved = alone.state_dict()
+            saved = committed(alone)
         iterator = alone.epoch(number)
         whole.append([numbers(one) for one in itertools.islice(iterator, skip if number == epoch else None)])
         if number == epoch:
-            saved = saved or alone.state_dict()
+            saved = saved or committed(alone)
             break
     expected = [numbers(one) for one in iterator]
     ranks, states = [], []
@@ -339,18 +339,17 @@ def test_a_state_of_one_process_goes_on_over_two_and_back(name: str, cut: tuple[
         starts()
         source: Any = open_source(FULL[name]())
         source.deal(Shard(rank, 2))
-        source.load_state_dict(saved)
-        source.load_process_state(None)
+        source.seek(saved, other_size=True)
         set_random_state(begun[0])
         slices = source.epoch(epoch, skip)
         given = [next(slices)]
-        states.append(source.state_dict())
+        states.append(committed(source))
         ranks.append([*given, *slices])
     for slices, rows in zip(zip(*ranks, strict=True), expected, strict=True):
         assert {key: [row for one in slices for row in rows_of(one.batch[key])] for key in rows} == rows
     starts()
     back: Any = open_source(FULL[name]())
-    back.load_state_dict(states[0])
+    back.seek(states[0])
     set_random_state(begun[0])
     assert [numbers(one) for one in back.epoch(epoch, skip + 1)] == expected[1:]
 
@@ -398,6 +397,5 @@ def test_a_batch_size_is_for_the_loaders_that_are_rows() -> None:
 
 def test_the_header_tells_every_loader() -> None:
     assert open_source(two()).describe() == (
-        "a: 20 rows in batches of 4 from memory, shuffled; "
-        "b: 6 rows in batches of 2 from memory, shuffled, again and again"
+        "a: 20 rows in batches of 4 from memory, shuffled; b: 6 rows in batches of 2 from memory, shuffled, continuing"
     )

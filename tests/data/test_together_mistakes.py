@@ -10,8 +10,8 @@ from dealt import Sized, table
 
 from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
-from trainwright.data import prefetch, together
-from trainwright.data.sources import open_source
+from trainwright.data import together
+from trainwright.data.opening import open_source
 
 
 def two(**how: Any) -> Any:
@@ -38,7 +38,6 @@ class Once:
         (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),
         (lambda: open_source(together(a=Sized(4), b=Once())), r"b has no length(.|\n)*length='a'"),
         (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 beside a Sized"),
-        (lambda: prefetch(two()), r"prefetch\(Together\)(.|\n)*together\(a=prefetch\(data\), ...\)"),
         (lambda: open_source(together(a=table(9), b=Sized(4))), r"a data set of rows, without a batch size"),
     ],
 )

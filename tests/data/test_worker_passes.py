@@ -12,7 +12,7 @@ from passes import alike, rest, resumed, trained
 from sources import seeded
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 
 
 class Drawn(IterableDataset):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainwright import SumLoss, Trainer, batches
-from trainwright.data import bucketed, nest, pack, pad, together
+from trainwright.data import bucketed, pad, together
 
 pytestmark = [
     pytest.mark.gpu,
@@ -75,7 +75,16 @@ def trained(kind: type[nn.Module], collate: Any, *, device: str) -> Tensor:
     return weights(model)
 
 
-CASES = [(Padded, pad()), (Padded, pad(multiple=8)), (Packed, pack()), (Nested, nest())]
+def packed(rows: list[Any]) -> Any:
+    return pack_sequence([row for row, _ in rows], enforce_sorted=False), torch.tensor([target for _, target in rows])
+
+
+def nested(rows: list[Any]) -> Any:
+    sequences = torch.nested.nested_tensor([row for row, _ in rows], layout=torch.jagged)
+    return sequences, torch.tensor([target for _, target in rows])
+
+
+CASES = [(Padded, pad()), (Padded, pad(multiple=8)), (Packed, packed), (Nested, nested)]
 
 
 @pytest.mark.parametrize(("kind", "collate"), CASES, ids=["padded", "in eights", "packed", "nested"])
@@ -107,8 +116,8 @@ def test_varlen_attention_takes_what_nested_rows_hold() -> None:
     varlen = pytest.importorskip("torch.nn.attention.varlen", reason="it comes with torch 2.10")
     drawn = torch.Generator().manual_seed(0)
     rows = [torch.randn(n, 64, generator=drawn).bfloat16() for n in (3, 9, 1, 5)]
-    nested = nest()(rows).cuda()
-    heads, offsets = nested.values().unflatten(-1, [2, 32]), nested.offsets().int()
+    held = torch.nested.nested_tensor(rows, layout=torch.jagged).cuda()
+    heads, offsets = held.values().unflatten(-1, [2, 32]), held.offsets().int()
     ours = varlen.varlen_attn(heads, heads, heads, offsets, offsets, 9, 9)
     each = [row.float().unflatten(-1, [2, 32]).transpose(0, 1) for row in rows]
     theirs = torch.cat([F.scaled_dot_product_attention(one, one, one).transpose(0, 1) for one in each])

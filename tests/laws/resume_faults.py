@@ -14,7 +14,8 @@ from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core import rng
 from trainwright.core.progress import Counters
 from trainwright.core.rng import RngCheckpoint, set_random_state
-from trainwright.data.dataloader import worker
+from trainwright.data.data_state import Generators
+from trainwright.data.dataloader import workers
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.row_batches import Batches
 from trainwright.fit import rollback, saving
@@ -103,11 +104,11 @@ def a_batch_is_trained_on_twice(patch):
 
 
 def a_loaders_own_generator_is_forgotten(patch):
-    around(patch, LoaderBatches, "epoch", before=lambda self, *_, **__: [one.manual_seed(7) for one in self.generators])
+    without(patch, Generators, "_set_generators")
 
 
 def the_workers_random_states_are_forgotten(patch):
-    without(patch, worker, "_take_over")
+    without(patch, workers, "_restore_states")
 
 
 def the_window_is_cut_where_it_was_left(patch):

@@ -32,7 +32,7 @@ LIMIT = 120
 """Seconds after which a phase hangs."""
 MEASURED = ("seconds", "waiting", "rows")
 """What a session measures of itself: seconds, and the rows in them."""
-WITHOUT_EFFECT = tuple(f"checkpoint.data.workers.{name}" for name in ("given", "boundary", "start"))
+WITHOUT_EFFECT = tuple(f"checkpoint.data.workers.{name}" for name in ("given", "start"))
 """What a checkpoint at the end of a run tells of the last epoch's resume, and no later epoch reads."""
 Fault = Callable[[pytest.MonkeyPatch], None]
 

@@ -22,7 +22,7 @@ from torch.utils.data import (
 )
 
 from trainwright import Trainer, batches
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 
 from .models import MLP, assert_twins
 

@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDat
 
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data.dataloader import recognized
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 from trainwright.distributed.mesh import Shard
 
 from . import faults_data
@@ -54,10 +54,11 @@ def test_a_recognised_loader_goes_on_inside_an_epoch(name, epoch):
     start = random_state()
     iterator = source.epoch(epoch)
     next(iterator)
-    kept, boundary = source.state_dict(), random_state()
+    source.commit()
+    kept, boundary = source.position(), random_state()
     rest = [exactly(batch) for batch in iterator]
     resumed = open_source(DataLoader(DATA, **SAMPLERS[name]()))
-    resumed.load_state_dict(kept)
+    resumed.seek(kept)
     set_random_state(start)
     iterator = resumed.epoch(epoch, skip=1)
     set_random_state(boundary)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,19 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
-from torch.nn.utils.rnn import PackedSequence
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from trainwright import Checkpoint, MeanLoss, SumLoss, Trainer, Updates
-from trainwright.data import bucketed, nest, pack, pad
+from trainwright.data import bucketed, pad
 from world.pool import pool
 
 from .world_runs import apart, flat
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "variable_length.py"
+found = importlib.util.spec_from_file_location("variable_length", EXAMPLE)
+assert found is not None and found.loader is not None
+example = importlib.util.module_from_spec(found)
+found.loader.exec_module(example)
 EXACT = 1e-12
 EPOCHS = 8
 IGNORED = -100
@@ -223,7 +229,8 @@ class Attention(nn.Module):
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
 def test_nested_attention_is_padded_and_masked_attention_forward_and_backward() -> None:
     twins = Attention(), Attention()
-    outputs = twins[0].padded(*pad()(sequences())), twins[1].nested(nest()(sequences()))
+    nested = torch.nested.nested_tensor(sequences(), layout=torch.jagged)
+    outputs = twins[0].padded(*pad()(sequences())), twins[1].nested(nested)
     assert (outputs[0] - outputs[1]).abs().max() <= EXACT
     for output in outputs:
         output.square().sum().backward()
@@ -241,8 +248,7 @@ def test_a_packed_gru_sees_each_row_as_alone() -> None:
     alone.square().sum().backward()
     grads = [one.grad.clone() for one in gru.parameters() if one.grad is not None]
     gru.zero_grad()
-    packed: PackedSequence = pack()(sequences())
-    last = gru(packed)[1][0]
+    last = gru(pack_sequence(sequences(), enforce_sorted=False))[1][0]
     assert (last - alone).abs().max() <= EXACT
     last.square().sum().backward()
     for ours, theirs in zip(gru.parameters(), grads, strict=True):
@@ -268,8 +274,11 @@ class Nested(Attention):
         return self.nested(x)
 
 
+WITHOUT_PADDING = [(Packed, example.packed), (Nested, example.nested)]
+
+
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype stage")
-@pytest.mark.parametrize(("model", "collate"), [(Packed, pack()), (Nested, nest())], ids=["packed", "nested"])
+@pytest.mark.parametrize(("model", "collate"), WITHOUT_PADDING, ids=["packed", "nested"])
 def test_packed_and_nested_batches_train_by_the_default_step(model: Any, collate: Any) -> None:
     data = [(one, index % 3) for index, one in enumerate(sequences() * 3)]
     twins = model(), model()

@@ -12,13 +12,12 @@ from torch.nn import functional as F
 
 from trainwright import Checkpoint, MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy, batches, freeze
 from trainwright.core.rng import random_state
-from trainwright.data import Augment
 from trainwright.update import snapshot
 from trainwright.update.window import Window
 
 from .deferred_runs import defer_on_cpu
 from .models import Losses, assert_equal, distance
-from .oom_cases import Counting, Noisy, Scarce, by_hand, numbers, scarce
+from .oom_cases import Counting, Noisy, by_hand, numbers, scarce
 from .window_cases import UNEVEN, Shape, draw, masked, summed, tensor_count, valid
 from .window_cases import by_hand as windows_by_hand
 
@@ -291,28 +290,6 @@ def test_a_frozen_batch_norm_is_no_obstacle():
     trainer = Trainer(*ours, nn.CrossEntropyLoss(), on_oom="split", console=False)
     trainer.fit(list(zip(x.split(8), y.split(8), strict=True)), epochs=9)
     assert distance(ours[0], theirs[0]) <= 1e-12 and len(expected) == 27
-
-
-@pytest.mark.slow
-def test_augmented_parts_draw_what_the_whole_would():
-    images, y = torch.rand(12, 3, 6, 6), torch.arange(12) % 4
-    seen = []
-
-    class Keeps(Trainer):
-        def training_step(self, batch):
-            output = self.model(batch[0].flatten(1))
-            seen.append(batch[0].clone())
-            return F.cross_entropy(output, batch[1])
-
-    found = []
-    for most, on_oom in ((10**6, None), (2, "split")):
-        torch.manual_seed(0)
-        model = Scarce(nn.Linear(108, 4), most)
-        data = batches((images, y), 6, shuffle=True, seed=5, augment=Augment(flip=True))
-        trainer = Keeps(model, torch.optim.SGD(model.parameters(), lr=0.1), on_oom=on_oom, console=False)
-        trainer.fit(data, epochs=1)
-        found.append(torch.cat(seen[-2 if on_oom is None else -8 :]))
-    assert len(seen) > 8 and torch.equal(*found)
 
 
 @pytest.mark.slow

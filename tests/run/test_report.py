@@ -14,7 +14,7 @@ from sklearn.metrics import classification_report, confusion_matrix, r2_score
 from torch import nn
 
 from trainwright import NonFiniteError, SettingError, StepOutput, Trainer
-from trainwright.data.sources import open_source
+from trainwright.data.opening import open_source
 from trainwright.evaluation.reports import report
 
 

@@ -12,7 +12,6 @@ from torch import nn
 from torch.optim import LBFGS, SGD, Adam, AdamW
 
 from trainwright import EMA, Checkpoint, CheckpointError, Trainer, Updates, batches
-from trainwright.data.source import Source
 from trainwright.update.per_rank_state import load_rank_state, rank_state
 
 generator = torch.Generator().manual_seed(1)
@@ -210,8 +209,8 @@ def test_the_statistics_that_a_rank_has_of_its_own_follow_their_layers_by_name()
         return SimpleNamespace(model=model, world=SimpleNamespace(rank=0, size=2), parts=dict)
 
     saved, resumed = owner("ab", 1.0), owner("ba", 0.0)
-    own = rank_state(saved, Source(), {})
-    load_rank_state(resumed, own, number=2, source=Source())
+    own = rank_state(saved, random={}, data={})
+    load_rank_state(resumed, own)
     for name in "ab":
         assert getattr(resumed.model, name).running_mean.tolist() == [1.0 + ord(name)] * 2
 

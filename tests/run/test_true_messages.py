@@ -6,6 +6,7 @@ import itertools
 import json
 import shutil
 import warnings
+from collections import deque
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from trainwright import (
     load_weights,
 )
 from trainwright.checkpointing import format as formats
-from trainwright.data import prefetch, together
+from trainwright.data import together
 
 X = torch.randn(16, 3, generator=torch.Generator().manual_seed(0))
 Y = X.sum(1, keepdim=True)
@@ -69,7 +70,7 @@ DATA = {
 }
 ALIKE = {
     "a DataLoader": lambda: DataLoader(TensorDataset(X, Y), 4, shuffle=True),
-    "ready batches": lambda: prefetch(READY),
+    "ready batches": lambda: deque(READY),
 }
 
 

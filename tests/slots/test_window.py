@@ -8,6 +8,7 @@ from itertools import islice
 
 import pytest
 import torch
+from torch.nn.utils.rnn import pack_sequence
 
 from trainwright import DataError, SettingError, Window, windows
 from trainwright.core.host_reads import as_count
@@ -151,6 +152,8 @@ class Held:
         (([torch.zeros(3, 8, 8), torch.zeros(3, 9, 9)], [torch.zeros(1, 4), torch.zeros(2, 4)], torch.zeros(2)), 2),
         (((torch.zeros(6, 3), torch.zeros(6, 2)), (torch.zeros(6), torch.zeros(6, 1))), 6),
         (({"x": torch.zeros(6, 3)}, {"y": torch.zeros(6)}), 6),
+        (pack_sequence([torch.zeros(n) for n in (2, 3, 1, 1)], enforce_sorted=False), 4),
+        ([pack_sequence([torch.zeros(3), torch.zeros(2)]), torch.zeros(2)], 2),
     ],
 )
 def test_rows_are_dim_0_of_the_first_tensor_or_the_length_of_a_ragged_list(given, rows):

@@ -208,10 +208,10 @@ def ready_made():
     trainer = timed(metrics={"accuracy": accuracy})
     x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
     data = batches((x, torch.arange(256) % 3), 64, shuffle=True)
-    before, seed = everything(trainer), data.state_dict()["seed"]
+    before, seed = everything(trainer), data.position()["seed"]
     with simulated_clocks():
         advice = advise(trainer, data, seconds=36)
-    return advice, everything(trainer) == before and data.state_dict()["seed"] == seed
+    return advice, everything(trainer) == before and data.position()["seed"] == seed
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from sklearn.datasets import load_breast_cancer, load_digits
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from trainwright import Trainer, batches, freeze
+from trainwright import Trainer, freeze
 from trainwright.data import Normalize
 from trainwright.tools.findings import Finding, findings
 from trainwright.tools.trial import ready, traceless
@@ -425,12 +425,10 @@ def test_the_line_with_normalize_for_images_removes_the_finding() -> None:
             out: Tensor = self.inner(x.float())
             return out
 
-    trainer = trainer_of(Bytes())
-    one = found(trainer, list(zip(pixels.split(32), y.split(32), strict=True)))[NAME]
-    call = one.fix.replace("...", "(pixels, y), 32")
-    mended = eval(call, {"batches": batches, "Normalize": Normalize, "pixels": pixels, "y": y})
-    ready = list(mended)
-    assert abs(float(ready[0][0].mean())) < 0.1 and NAME not in found(trainer, ready)
+    trainer, ready_made = trainer_of(Bytes()), list(zip(pixels.split(32), y.split(32), strict=True))
+    one = found(trainer, ready_made)[NAME]
+    mended = eval(one.fix, {"nn": nn, "Normalize": Normalize, "model": trainer.model})
+    assert abs(float(mended[0](pixels).mean())) < 0.1 and NAME not in found(trainer_of(mended), ready_made)
 
 
 @pytest.mark.parametrize("workload", ["mlp", "cnn", "text"])

@@ -23,7 +23,7 @@ from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
 from trainwright.core.trees import parameters_of, tensors_in
-from trainwright.data.cutting import cut, rows_of
+from trainwright.data.slicing import cut, rows_of
 from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
@@ -300,12 +300,7 @@ class _Parts(Window):
 
 def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
     """Return these rows of a micro-batch, and their number."""
-    batch = window.batches[index]
-    part = cut(batch, rows, of=window.rows[index])
-    share = getattr(window.mover, "share", None)
-    if share is not None:
-        share(batch, part, rows)
-    return part, len(rows)
+    return cut(window.batches[index], rows, of=window.rows[index]), len(rows)
 
 
 def _size(batch: Any) -> int:

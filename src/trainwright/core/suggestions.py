@@ -180,7 +180,7 @@ FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
         **dict.fromkeys(("num_workers", "persistent_workers", "worker_init_fn", "pin_memory"), _WORKERS),
         "collate_fn": "batches(data, 64, collate=...)",
         "generator": "batches(data, 64, shuffle=True, seed=0)",
-        "prefetch_factor": "prefetch(batches(data, 64))",
+        "prefetch_factor": "batches(data, 64, workers=2)",
         "batch_sampler": "batches(data, 64, sampler=...)",
     },
     "Checkpoint": {

@@ -213,7 +213,7 @@ def dynamo_utils() -> Any:
 # DataLoader: its iterators and its worker loop. 2.13.0 run; 2.11 run in place of 2.13's `utils/data`; 2.8 read.
 
 LoaderWorkers: Any = dataloader._MultiProcessingDataLoaderIter
-"""The iterator over worker processes. data/dataloader/pool.py overrides `_reset`, `_next_index`, `_process_data`,
+"""The iterator over worker processes. data/dataloader/workers.py overrides `_reset`, `_next_index`, `_process_data`,
 `_try_get_data` and `_shutdown_workers`, and replaces `_base_seed` and `_worker_queue_idx_cycle` by properties."""
 ExceptionWrapper = torch_utils.ExceptionWrapper
 """An exception of a worker on its way to the main process."""

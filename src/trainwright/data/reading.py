@@ -15,7 +15,7 @@ from torch.utils.data import default_collate
 
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
-from trainwright.data.generators import is_stateful
+from trainwright.data.data_state import is_stateful
 from trainwright.data.seeded import SeededRows, rows_of
 
 _AT_ONCE = 256

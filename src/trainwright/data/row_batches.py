@@ -15,12 +15,10 @@ from torch.utils.data import DataLoader, Dataset
 from trainwright.core.checks import check_flag, check_form, check_whole, is_count, is_dict, is_none_or
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
+from trainwright.data.data_state import Generators, StatefulData, hidden_in, is_stateful
 from trainwright.data.dataloader.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
-from trainwright.data.dataloader.position import BATCHES, check_facts, check_kind, length_of, opened, set_epoch
-from trainwright.data.generators import Generators, hidden_in, is_stateful
 from trainwright.data.seeded import SeededRows, mixed_seed
-from trainwright.data.source import Source, shallow_copy
-from trainwright.data.stateful import OwnState
+from trainwright.data.source import BATCHES, Source, check_facts, check_kind, length_of, opened, set_epoch, shallow_copy
 from trainwright.distributed.mesh import Shard
 
 
@@ -93,8 +91,8 @@ class Batches(Source):
         self._draws_on = False
         """Whether a sampler that draws from the global generators under way was accepted."""
         alone = isinstance(rows, SeededRows) and not settings.workers and is_stateful(rows.dataset)
-        self._own_state = OwnState(self.data_set) if alone else None
-        self._loaded: dict[str, Any] | None = None
+        self._stateful = StatefulData(self.data_set) if alone else None
+        self._sought: dict[str, Any] | None = None
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
         self._measure()
 
@@ -134,7 +132,7 @@ class Batches(Source):
         processes itself, or whose order cannot be drawn alike on all of them.
         """
         if part is not None and self._sampler is not None and not self.sharded:
-            from trainwright.data.dataloader.slicing import most_to_pull, refuse_what_knows_its_rank
+            from trainwright.data.slicing import most_to_pull, refuse_what_knows_its_rank
 
             size = self._settings.batch_size
             refuse_what_knows_its_rank(self._sampler, role="the", processes=part.size, batch_size=size)
@@ -170,6 +168,7 @@ class Batches(Source):
         """Return the batches of `epoch` without its first `skip`, which are not read."""
         if not self.in_memory:
             return self._fetched_epoch(epoch, skip)
+        self._sought = None
         table, order = self._resident or self._data, self._order(self._draw_seed(), epoch)
         assert isinstance(table, Table) and self._own_rows is not None
         rows = range(min(skip * self._size, self._own_rows), self._own_rows)
@@ -179,24 +178,17 @@ class Batches(Source):
             return self._own(table.batches(order, self._size, rows))
         return table.slices(order, self._size, rows, part=self._part)
 
-    def seek_loaded(self) -> None:
-        """Take over a loaded state at once, as it was when saved: another `fit` reads the data."""
-        loaded, self._loaded = self._loaded, None
-        self._generators.seek_loaded()
-        if loaded is not None and self._own_state is not None:
-            self._own_state.seek_loaded(loaded["asked"])
-
     def beside(self) -> Batches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
         other = shallow_copy(self)
-        other._sets_epoch, other._own_state = False, None
+        other._sets_epoch, other._stateful = False, None
         other._generators = self._generators.beside()
         return other
 
-    def at_boundary(self) -> None:
-        """Record that all batches given so far are trained on."""
-        if self._own_state is not None and self.must_resume is not False:
-            self._own_state.at_boundary()
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        if self._stateful is not None and self.must_resume is not False:
+            self._stateful.commit()
 
     @property
     def resumes(self) -> str:
@@ -206,54 +198,51 @@ class Batches(Source):
     def _inexact(self) -> str:
         name = self._data.describe()
         if is_stateful(self.data_set):
-            return "" if self._own_state is not None else f"the state of {name} in workers is not kept; write workers=0"
+            return "" if self._stateful is not None else f"the state of {name} in workers is not kept; write workers=0"
         hidden = hidden_in(self.data_set)
         fix = f"draw from the global ones, or give {name} state_dict and load_state_dict"
         return f"{hidden} is a generator that no checkpoint holds; {fix}" if hidden else ""
 
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the seed, the number of passes begun by iteration, and the facts that must not change."""
+        if self._sought is not None:
+            return self._sought
+        stateful = self._stateful
         return {
             "seed": self._seed,
             "passes": self._passes,
-            "generators": self._generators.state_dict(),
+            "generators": self._generators.position(),
             "facts": self.facts(),
-            "asked": None if self._own_state is None else self._own_state.state_dict(),
+            "state": None if stateful is None else stateful.position(),
         }
 
-    def process_state(self) -> dict[str, Any]:
-        """Return the state of this rank's data set, where it has a state."""
-        loaded = self._loaded
-        return {"asked": self.state_dict()["asked"] if loaded is None else loaded["asked"]}
+    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at a saved position; DataError where rows were cut into batches otherwise when it was saved.
 
-    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Take over the state of this rank after the common one; None: another number of processes saved it.
-
-        Returns a line where the resume is then inexact.
+        Returns a line where the data set has a state of its own, which was saved on another number of ranks.
         """
-        if self._loaded is None or self._own_state is None:
-            return None
-        if tree is None:
-            return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
-        self._loaded = {**self._loaded, "asked": tree["asked"]}
-        return None
-
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load a saved state; DataError where rows were cut into batches otherwise when it was saved."""
-        check_kind(tree, BATCHES)
-        check_form(tree, facts=is_dict)
-        have, saved = self.facts(), dict(tree["facts"])
+        check_kind(position, BATCHES)
+        check_form(position, facts=is_dict)
+        have, saved = self.facts(), dict(position["facts"])
         if self._settings.seed is not None:
-            have["seed"], saved["seed"] = self._settings.seed, tree["seed"]
+            have["seed"], saved["seed"] = self._settings.seed, position["seed"]
         fix = "write batches(...) as it was"
         if self._settings.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
             fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
         check_facts(
             have, saved, what="the data are dealt into batches otherwise than when the state was saved", fix=fix
         )
-        check_form(tree, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
-        self._generators.load_state_dict(tree["generators"])
-        self._seed, self._passes, self._loaded = tree["seed"], tree["passes"], tree
+        check_form(position, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
+        self._generators.seek(position["generators"], ended=ended)
+        self._seed, self._passes = position["seed"], position["passes"]
+        self._sought = None if ended else position
+        if self._stateful is None:
+            return None
+        if ended:
+            self._stateful.seek(position["state"], given=None)
+        if other_size:
+            return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
+        return None
 
     def facts(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
@@ -307,18 +296,18 @@ class Batches(Source):
 
     def _fetched_epoch(self, epoch: int, skip: int) -> Iterator[Any]:
         """Return the batches of `epoch`, fetched row by row, or in the order of a sampler."""
-        loaded, self._loaded = self._loaded, None
+        sought, self._sought = self._sought, None
         inside = self._generators.epoch == epoch
-        self._asks_again = loaded is not None and self._generators.stateful
+        self._asks_again = sought is not None and self._generators.stateful
         self._generators.begin(epoch)
         if self._sets_epoch:
             set_epoch(epoch, self._sampler, self.data_set)
         batches = self._fetched(self._draw_seed(), epoch, skip)
-        if self._own_state is None:
+        if self._stateful is None:
             return batches
-        if loaded is not None:
-            self._own_state.load(loaded["asked"], given=skip if inside else None)
-        return self._own_state.counted(batches, skip)
+        if sought is not None:
+            self._stateful.seek(sought["state"], given=skip if inside else None)
+        return self._stateful.counted(batches, skip)
 
     def _fetched(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
         part, numbers = self._part, self._row_numbers(seed, epoch, skip)
@@ -326,7 +315,7 @@ class Batches(Source):
             return self._fetch(seed, epoch, numbers)
         if self.sharded:
             return self._own(self._fetch(seed, epoch, numbers))
-        from trainwright.data.dataloader.slicing import Dealt, most_to_pull, slices
+        from trainwright.data.slicing import Dealt, most_to_pull, slices
 
         most = None if self._sampler is None else most_to_pull(self._sampler)
         dealt = Dealt(numbers, part, most=most, by_lists=True)
@@ -334,7 +323,7 @@ class Batches(Source):
         return slices(self._fetch(seed, epoch, dealt), dealt, part, name=self.describe())
 
     def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
-        from trainwright.data.dataloader.slicing import own_slices
+        from trainwright.data.slicing import own_slices
 
         return own_slices(batches)
 
@@ -374,9 +363,8 @@ class Batches(Source):
         return (fetch(seed, epoch, rows) for rows in numbers)
 
     def _fetched_by_workers(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
-        from trainwright.data.dataloader.pool import Record, Workers
-        from trainwright.data.dataloader.proxy import view
-        from trainwright.data.dataloader.worker import Starting
+        from trainwright.data.dataloader.order import view
+        from trainwright.data.dataloader.workers import Starting, Workers, WorkerStates
 
         loader: Any = DataLoader(
             _Fetches(self._data),
@@ -387,7 +375,7 @@ class Batches(Source):
             generator=torch.Generator().manual_seed(mixed_seed(seed, epoch, 1)),
         )
         order = Order((_Fetch(seed, epoch, rows) for rows in numbers), name=self.describe())
-        return Workers(view(loader, order, worker_init_fn=Starting(None, {}, None)), Record())
+        return Workers(view(loader, order, worker_init_fn=Starting(None, {}, None)), WorkerStates())
 
 
 class _Fetch(NamedTuple):

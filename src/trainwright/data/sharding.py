@@ -65,11 +65,6 @@ def set_part(part: Shard | None) -> None:
     _here.part = part
 
 
-def current_part() -> Shard | None:
-    """Return the part that `shard` returns in this thread; None outside a pass."""
-    return _here.part
-
-
 @contextmanager
 def reading_part(part: Shard) -> Iterator[None]:
     """A context in which `shard` returns this part."""

@@ -1,12 +1,14 @@
-"""The base class of everything that batches come from: a position in the data that can be saved and sought."""
+"""The base class of everything that batches come from, and the helpers that its subclasses share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 
+from trainwright.core.checks import check_form, is_dict
 from trainwright.core.errors import DataError
 from trainwright.distributed.mesh import Shard
 
@@ -44,20 +46,19 @@ class Source:
         """Return the batches of one epoch without its first `skip`."""
         raise NotImplementedError
 
-    def state_dict(self) -> Any:
-        """Return the position and the state of the order, as plain data and tensors."""
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on: `position` is behind them. No-op here."""
+
+    def position(self) -> Any:
+        """Return the position of this rank behind the committed batches, as plain data and tensors."""
         return {}
 
-    def load_state_dict(self, tree: Any, /) -> str | None:
-        """Load a saved state, for the next epoch; may return a line for the console."""
-        return None
+    def seek(self, position: Any, *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at a saved position when the next epoch begins; may return a line for the console.
 
-    def process_state(self) -> Any:
-        """Return the part of the state that differs between ranks; None where there is none."""
-        return None
-
-    def load_process_state(self, tree: Any, /) -> str | None:
-        """Load the part of this rank; None: another number of processes saved it."""
+        `other_size`: it is the position of rank 0 of a run on another number of ranks. `ended`: no epoch follows, but
+        another `fit` may read the same data: loaders, samplers and data sets are set to the position at once.
+        """
         return None
 
     def deal(self, part: Shard | None) -> None:
@@ -70,12 +71,6 @@ class Source:
                 fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
             )
 
-    def at_boundary(self) -> None:
-        """Record that all batches given so far are trained on. No-op here."""
-
-    def seek_loaded(self) -> None:
-        """Seek the loaded position at once: no epoch follows, but another `fit` may read the data. No-op here."""
-
     def beside(self) -> Source:
         """Return a source for a pass beside training, which leaves the position of this one as it is. Itself here."""
         return self
@@ -83,10 +78,6 @@ class Source:
     def facts(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         return {}
-
-    def finishing(self, move: Callable[[Any], Any] | None, *, trains: bool) -> Callable[[Any], Any] | None:
-        """Return the function that moves and changes the batches of the next pass; `trains`: with random changes."""
-        return move
 
     def size_beside(self, device: torch.device) -> int | None:
         """Return the bytes of a copy of the data on a device; None where they cannot be copied."""
@@ -123,3 +114,79 @@ def shallow_copy(source: S) -> S:
     other: S = object.__new__(type(source))
     other.__dict__.update(source.__dict__)
     return other
+
+
+def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
+    """Read `skip` batches of `iterator` at once and drop them."""
+    dropped = sum(1 for _ in islice(iterator, skip))
+    if dropped < skip:
+        raise DataError(
+            f"{name} ended while the batches were skipped that the run has trained on already",
+            have=f"{dropped} batches",
+            want=f"at least {skip}, as when the state was saved",
+            fix="give the data that the run was started with, or fit(..., resume_data=False)",
+        )
+    return iterator
+
+
+def opened(iterator: Iterator[Any], skip: int, *, name: str, complaint: Callable[[], DataError]) -> Iterator[Any]:
+    """Return `iterator` without its first `skip` batches; raises `complaint` where the epoch has no batch."""
+    if skip:
+        return skipped(iterator, skip, name)
+    # A chain: no Python frame after the first batch, and nothing is read before it is asked for.
+    return chain(_first(iterator, complaint), iterator)
+
+
+def _first(iterator: Iterator[Any], complaint: Callable[[], DataError]) -> Iterator[Any]:
+    for batch in iterator:
+        yield batch
+        return
+    raise complaint()
+
+
+def length_of(data: Any) -> int | None:
+    """Return `len(data)`; None where it has none."""
+    try:
+        return len(data)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+LOADER, BATCHES, TOGETHER = "a DataLoader", "batches(...)", "together(...)"
+CUT, PER_EPOCH, READY = "data cut into epochs by a number of updates", "a function of the epoch", "ready batches"
+_KINDS = {"workers": LOADER, "passes": BATCHES, "loaders": TOGETHER, "pass": CUT, "source": PER_EPOCH, "facts": READY}
+"""The kind of data of a saved state, by the first of these keys that it has."""
+
+
+def check_kind(tree: Any, kind: str) -> None:
+    """Raise DataError where a state was saved by data of another kind than `kind`."""
+    keys = tree if isinstance(tree, dict) else ()
+    saved = next((kind for key, kind in _KINDS.items() if key in keys), "a source of another class")
+    if saved != kind:
+        facts = tree["facts"] if "facts" in keys and isinstance(tree["facts"], dict) else {}
+        raise DataError(
+            "the data are of another kind than when the state was saved",
+            have=kind,
+            want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in facts.items())))),
+            fix="give the data that the run was started with, or fit(..., resume_data=False)",
+        )
+
+
+def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
+    """Raise DataError with the difference where the data are not what they were when a state was saved."""
+    check_form({"facts": saved}, facts=is_dict)
+    differing = [name for name in saved if have.get(name) != saved[name]]
+    if differing:
+        raise DataError(
+            what,
+            have=", ".join(f"{name}={have.get(name)}" for name in differing),
+            want=", ".join(f"{name}={saved[name]}" for name in differing),
+            fix=f"{fix}, or fit(..., resume_data=False)",
+        )
+
+
+def set_epoch(epoch: int, *owners: Any) -> None:
+    """Call `set_epoch(epoch)` once on each of `owners` that has it."""
+    for owner in {id(owner): owner for owner in owners}.values():
+        if callable(getattr(owner, "set_epoch", None)):
+            owner.set_epoch(epoch)

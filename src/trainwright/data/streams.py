@@ -12,21 +12,21 @@ import torch
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, rng_preserved, set_random_state
+from trainwright.data.data_state import is_inside_pass, not_there, stateful_data
 from trainwright.data.dataloader.order import asked_again
-from trainwright.data.dataloader.position import (
+from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
+from trainwright.data.source import (
     CUT,
     READY,
+    Source,
     check_facts,
     check_kind,
     length_of,
     opened,
     set_epoch,
+    shallow_copy,
     skipped,
 )
-from trainwright.data.generators import is_inside_pass
-from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
-from trainwright.data.source import Source, shallow_copy
-from trainwright.data.stateful import own_state_of
 from trainwright.distributed.mesh import Shard
 
 _END = object()
@@ -51,8 +51,8 @@ class ReadyBatches(Source):
         self.length = length_of(data)
         self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
         """Batches of an epoch; `own_length` is what the data tell on this process, whose own they may be."""
-        self._own_state = own_state_of(data)
-        self._loaded: dict[str, Any] | None = None
+        self._stateful = stateful_data(data)
+        self._sought: dict[str, Any] | None = None
         self._epoch = -1
         self.repeatable = not hasattr(data, "__next__")
         self.draws_global_rng = not isinstance(data, list)
@@ -72,7 +72,7 @@ class ReadyBatches(Source):
         DataError for a stream, which each process would read whole, and for data that deal rows to processes.
         """
         if part is not None and not self.sharded:
-            from trainwright.data.dataloader.slicing import refuse_what_knows_its_rank, unshared
+            from trainwright.data.slicing import refuse_what_knows_its_rank, unshared
 
             refuse_what_knows_its_rank(self._data, role=self._role, processes=part.size, batch_size=None)
             if self.own_length is None:
@@ -86,8 +86,8 @@ class ReadyBatches(Source):
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
             return self._begun(epoch, skip)
-        from trainwright.data.cutting import cut_batches
-        from trainwright.data.dataloader import slicing
+        from trainwright.data import slicing
+        from trainwright.data.slicing import cut_batches
 
         begin = partial(self._begun, epoch, skip)
         if self._part is None or self.sharded:
@@ -97,22 +97,22 @@ class ReadyBatches(Source):
         return slicing.read_whole(begin, self._part, name=self.describe())
 
     def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
-        loaded, self._loaded = self._loaded, None
+        sought, self._sought = self._sought, None
         if self._role == "train" and self._sets_epoch:
             set_epoch(epoch, self._data)
             if self.length is not None:
                 self.length = length_of(self._data)  # data may have other lengths from epoch to epoch
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
-        if self._own_state is None:
+        if self._stateful is None:
             return self._read_past(skip)
         self._epoch = epoch
-        if loaded is None or loaded["asked"] is None:
-            return self._own_state.counted(self._read_past(skip), skip)
-        inside = loaded["epoch"] == epoch
-        self._own_state.load(loaded["asked"], given=skip if inside else None)
+        if sought is None or sought["state"] is None:
+            return self._stateful.counted(self._read_past(skip), skip)
+        inside = sought["epoch"] == epoch
+        self._stateful.seek(sought["state"], given=skip if inside else None)
         left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
-        return self._own_state.counted(left, skip)
+        return self._stateful.counted(left, skip)
 
     def _read_past(self, skip: int) -> Iterator[Any]:
         """Return the batches after the first `skip`."""
@@ -122,18 +122,10 @@ class ReadyBatches(Source):
         deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
         return batches
 
-    def seek_loaded(self) -> None:
-        """Seek the loaded position at once: no epoch follows, but another `fit` reads the data."""
-        if self._loaded is None or self._own_state is None or self._loaded["asked"] is None:
-            return
-        self._own_state.load(self._loaded["asked"], given=None)
-        if is_inside_pass(self._data):
-            self._own_state.load(self._loaded["asked"], given=None)
-
-    def at_boundary(self) -> None:
-        """Record that all batches given so far are trained on."""
-        if self._own_state is not None and self.must_resume is not False:
-            self._own_state.at_boundary()
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        if self._stateful is not None and self.must_resume is not False:
+            self._stateful.commit()
 
     def facts(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
@@ -142,7 +134,7 @@ class ReadyBatches(Source):
     @property
     def resumes(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
-        if isinstance(self._data, list) or self._own_state is not None:
+        if isinstance(self._data, list) or self._stateful is not None:
             return ""
         name, again = type(self._data).__name__, "exact only if it gives the same batches again"
         if not self.repeatable:
@@ -152,36 +144,29 @@ class ReadyBatches(Source):
     def beside(self) -> ReadyBatches:
         """Return a copy for a pass beside training: the epoch of the data stays as it is."""
         other = shallow_copy(self)
-        other._sets_epoch, other._own_state, other._loaded = False, None, None
+        other._sets_epoch, other._stateful, other._sought = False, None, None
         return other
 
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the state of the data; without one the position is the number of batches that were read."""
-        asked = None if self._own_state is None else self._own_state.state_dict()
-        return self._loaded or {"epoch": self._epoch, "facts": self.facts(), "asked": asked}
+        state = None if self._stateful is None else self._stateful.position()
+        return self._sought or {"epoch": self._epoch, "facts": self.facts(), "state": state}
 
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load a saved state, for the next epoch; DataError where the number of batches is another one."""
-        check_kind(tree, READY)
-        what = "the data are not what they were when the state was saved"
-        check_facts(self.facts(), tree["facts"], what=what, fix="give the batches that the run was started with")
-        self._loaded, self._other_size = tree, False
+    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at a saved position; DataError where the number of batches is another one.
 
-    def process_state(self) -> dict[str, Any]:
-        """Return the state of this rank: that of the data."""
-        return {"asked": self.state_dict()["asked"]}
-
-    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Load the state of this rank after the common one; None: another number of processes saved it.
-
-        Then data of which each process has a part of its own go on only at the start of an epoch.
+        On another number of ranks, data of which each has a part of its own continue only at the start of an epoch.
         """
-        if self._loaded is not None and tree is not None:
-            self._loaded = {**self._loaded, **tree}
-        elif self._loaded is not None:
-            self._other_size = True
-            if self.sharded:
-                self._loaded = {**self._loaded, "asked": None}
+        check_kind(position, READY)
+        what = "the data are not what they were when the state was saved"
+        check_facts(self.facts(), position["facts"], what=what, fix="give the batches that the run was started with")
+        if other_size and self.sharded:
+            position = {**position, "state": None}
+        self._sought, self._other_size = position, other_size
+        if ended and self._stateful is not None and position["state"] is not None:
+            self._stateful.seek(position["state"], given=None)
+            if is_inside_pass(self._data):
+                self._stateful.seek(position["state"], given=None)
         return None
 
     def _no_batches(self) -> DataError:
@@ -215,14 +200,16 @@ class Continuing(Source):
         self._pass = -1
         self._random: dict[str, Any] | None = None
         self._taken = 0
-        """Batches taken from the pass in hand."""
+        """Batches taken from the current pass."""
         self._given = 0
-        """Batches given to the epoch in hand."""
-        self._boundary = 0
-        """Batches given to the epoch when its window in hand was begun."""
+        """Batches given to the current epoch."""
+        self._committed = (0, 0)
+        """Both numbers at the last commit."""
         self._before: dict[str, Any] | None = None
-        """The state at the end of the last pass, where the window in hand was begun in it."""
-        self._loaded: dict[str, Any] | None = None
+        """The position of the last commit, if the pass that it lies in has ended since."""
+        self._sought: dict[str, Any] | None = None
+        self._other_size = False
+        """Whether another number of ranks saved the position sought."""
 
     @property
     def must_resume(self) -> bool | None:
@@ -242,10 +229,10 @@ class Continuing(Source):
         """Return the properties of the data that must not change between a save and a resume."""
         return self._source.facts()
 
-    def at_boundary(self) -> None:
-        """Record that all batches given so far are trained on: a rollback of the next window ends here."""
-        self._boundary, self._before = self._given, None
-        self._source.at_boundary()
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        self._committed, self._before = (self._taken, self._given), None
+        self._source.commit()
 
     @property
     def generators(self) -> list[torch.Generator]:
@@ -267,26 +254,18 @@ class Continuing(Source):
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the next epoch of the stream; `skip` batches of it were trained on before a resume."""
-        loaded, self._loaded = self._loaded, None
+        sought, self._sought = self._sought, None
         if self._part is not None and self._common is None:
             self._common = random_state()
-        if loaded is not None:
-            self._go_back(loaded, skip - (loaded["given"] if loaded["epoch"] == epoch else 0))
-        else:
+        if sought is None:
             self._given = 0
             skipped(self, skip, self._source.describe())
-        self._epoch, self._given, self._boundary, self._before = epoch, skip, skip, None
+        elif sought["epoch"] == epoch and sought["given"] != skip:
+            raise not_there(sought["given"], skip)
+        else:
+            self._make_again(sought)
+        self._epoch, self._given, self._committed, self._before = epoch, skip, (self._taken, skip), None
         return self
-
-    def seek_loaded(self) -> None:
-        """Seek the loaded position at once: no epoch follows, but another `fit` reads the data."""
-        if self._loaded is None:
-            return
-        if not self.repeatable:
-            self._go_back(self._loaded, 0)
-            return
-        self._source.load_state_dict(self._loaded["source"])
-        self._source.seek_loaded()
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -296,8 +275,8 @@ class Continuing(Source):
         if batch is _END:
             if not self.repeatable and self._given:
                 raise StopIteration
-            if self._given > self._boundary:
-                self._before = self.state_dict()
+            if self._before is None:
+                self._before = self.position()
             self._begin_pass(self._pass + 1)
             assert self._stream is not None
             batch = next(self._stream)
@@ -305,36 +284,32 @@ class Continuing(Source):
         self._given += 1
         return batch
 
-    def state_dict(self) -> dict[str, Any]:
-        """The pass in hand, how much of it was taken, and what makes it again."""
-        return self._loaded or {
+    def position(self) -> dict[str, Any]:
+        """Return the current pass, the number of batches taken from it, and the state that makes it again."""
+        known = self._sought or self._before
+        if known is not None:
+            return known
+        return {
             "epoch": self._epoch,
-            "given": self._given,
+            "given": self._committed[1],
             "pass": self._pass,
-            "taken": self._taken,
+            "taken": self._committed[0],
             "random": self._random,
-            "source": self._source.state_dict(),
-            "before": self._before,
-            **({} if self._part is None else {"process": self._source.process_state()}),
+            "source": self._source.position(),
         }
 
-    def process_state(self) -> dict[str, Any]:
-        """What of the state is this process's own: how much it has read of which pass."""
-        return self.state_dict()
-
-    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Load the state of this rank after the common one; None: another number of processes saved it."""
-        if self._loaded is not None:
-            self._loaded = {**self._loaded, "process": None, "before": None} if tree is None else tree
-        return None if tree is not None else self._source.other_size_note
-
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved position, for the next epoch; DataError where the source is another one."""
-        check_kind(tree, CUT)
+    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at a saved position; DataError where the source is another one."""
+        check_kind(position, CUT)
         what = "the data are not what they were when the state was saved"
-        saved = tree["source"].get("facts", {}) if isinstance(tree["source"], dict) else {}
+        saved = position["source"].get("facts", {}) if isinstance(position["source"], dict) else {}
         check_facts(self.facts(), saved, what=what, fix="give the data that the run was started with")
-        self._loaded = tree
+        self._sought, self._other_size = position, other_size
+        if ended and self.repeatable:
+            self._source.seek(position["source"], other_size=other_size, ended=True)
+        elif ended:
+            self._make_again(position)
+        return self._source.other_size_note if other_size else None
 
     def _begin_pass(self, number: int, skip: int = 0) -> None:
         self._pass, self._taken = number, skip
@@ -349,24 +324,15 @@ class Continuing(Source):
             self._stream = self._source.epoch(number, skip)
             self._common = random_state()
 
-    def _go_back(self, loaded: dict[str, Any], by: int) -> None:
-        """Make the saved pass again, up to `by` batches (0 or fewer) from where it was saved."""
-        left = loaded["taken"] + by
-        if left < 0 and loaded["before"] is not None:  # the window was begun in the pass before
-            return self._go_back(loaded["before"], by + loaded["given"] - loaded["before"]["given"])
-        self._source.load_state_dict(loaded["source"])
-        if "process" in loaded:
-            self._source.load_process_state(loaded["process"])
+    def _make_again(self, position: dict[str, Any]) -> None:
+        """Make the saved pass again, without the batches that were taken from it."""
+        self._source.seek(position["source"], other_size=self._other_size)
         if self._part is not None:
-            self._common = random_state() if loaded["random"] is None else loaded["random"]
-        self._stream, self._pass = None, max(loaded["pass"] - 1, -1)
-        if left > 0:
+            self._common = random_state() if position["random"] is None else position["random"]
+        self._stream, self._pass, self._taken = None, max(position["pass"] - 1, -1), 0
+        if position["taken"]:
             # The pass is drawn as it was drawn first, and the state of the process stays where it is.
             with rng_preserved():
-                if loaded["random"] is not None and self._part is None:
-                    set_random_state(loaded["random"])
-                self._begin_pass(loaded["pass"], left)
-        elif left < 0:
-            have = f"{loaded['taken']} batches taken from pass {loaded['pass']}, {-by} of them not trained on"
-            what = "the saved state lies before the pass over the data that it was saved in"
-            raise DataError(what, have=have, fix="resume from another checkpoint of the run")
+                if position["random"] is not None and self._part is None:
+                    set_random_state(position["random"])
+                self._begin_pass(position["pass"], position["taken"])

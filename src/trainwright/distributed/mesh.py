@@ -111,6 +111,8 @@ class Shard(NamedTuple):
 
     def layout_text(self, rows: int) -> str:
         """Return the sizes for the header: "64 = 2 x 32", "64 = 22 + 21 + 21", "10 = 2 x 3 + 2 x 2" for many ranks."""
+        if self.size == 1:
+            return f"{rows:,}"
         sizes = sorted(self.sizes(rows), reverse=True)
         kinds = sorted(set(sizes), reverse=True)
         if len(kinds) > 1 and self.size <= 3:

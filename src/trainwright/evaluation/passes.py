@@ -20,7 +20,7 @@ from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
-from trainwright.update.hooks import free_transfer_memory, mover
+from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import CountObserver
 from trainwright.update.owner import Owner, networks_of
@@ -62,7 +62,7 @@ def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = N
     tracker.must_feed = metrics is not None
     seen = 0
     with side_effect_free(owner, source, tracker) as aside:
-        step, to_device = _validation_step(owner, tracker), mover(owner, aside, trains=False)
+        step, to_device = _validation_step(owner, tracker), owner._hooks.move
         for batch in islice(owner._record.evaluation.read_batches(_batches(owner, aside, tracker)), batches):
             tracker.batch = batch
             returned = step(batch if to_device is None else to_device(batch))
@@ -196,7 +196,7 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
     tracker, aside = LossTracker(None, owner._hooks), source.beside()
-    to_device = mover(owner, aside, trains=True)
+    to_device = owner._hooks.move
     generators = aside.generators
     statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
     with ExitStack() as stack:

@@ -18,7 +18,6 @@ from trainwright.data.source import Source
 from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import World, packed, unpacked
 from trainwright.evaluation.passes import autocast_step, side_effect_free
-from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 
 AT_ONCE = 2**23
@@ -39,7 +38,7 @@ def predict(owner: Owner, source: Source) -> Any:
     """
     outputs = make_outputs(owner) if owner.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
     with side_effect_free(owner, source) as aside:
-        step, to_device = autocast_step(owner, owner.predict_step), mover(owner, aside, trains=False)
+        step, to_device = autocast_step(owner, owner.predict_step), owner._hooks.move
         for batch in outputs.batches(aside):
             output = step(batch if to_device is None else to_device(batch))
             output = output.output if type(output) is StepOutput else output

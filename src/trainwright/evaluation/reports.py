@@ -27,7 +27,6 @@ from trainwright.metrics.scores import MAE, R2, RMSE
 from trainwright.metrics.totals import Total
 from trainwright.update.batches import scores_of
 from trainwright.update.batches import split as default_split
-from trainwright.update.hooks import mover
 from trainwright.update.owner import Owner
 
 Kind = Literal["classes", "values"]
@@ -113,7 +112,7 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch over all ranks, on the CPU, in the order of the data."""
     host, pairs = torch.device("cpu"), make_outputs(owner)
     with side_effect_free(owner, source) as aside, _split_once(owner) as split_of:
-        to_device = mover(owner, aside, trains=False)
+        to_device = owner._hooks.move
         for batch in pairs.batches(aside):
             moved = batch if to_device is None else to_device(batch)
             with autocast(owner):

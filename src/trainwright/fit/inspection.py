@@ -23,9 +23,8 @@ from trainwright.core.triggers import Trigger
 from trainwright.evaluation.passes import probe_context
 from trainwright.modules.dtensors import is_sharded, local_shards
 from trainwright.modules.flops import count_flops, peak_of
-from trainwright.observers.probes import Probe
+from trainwright.observers.probes import Probe, Statistics
 from trainwright.observers.profiler import Profile
-from trainwright.observers.statistics import Statistics
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import listeners
 from trainwright.update import batches

@@ -13,9 +13,9 @@ from torch.utils.data import DataLoader
 
 from trainwright.core.errors import SettingError
 from trainwright.core.progress import Counters
+from trainwright.data.opening import is_function, is_together, open_source, takes_batch_size
 from trainwright.data.row_batches import Batches
 from trainwright.data.source import Source
-from trainwright.data.sources import is_function, is_together, open_source, takes_batch_size
 from trainwright.fit.plan import Ends
 from trainwright.fit.record import StageRecord
 from trainwright.optim.named import check_schedulers

@@ -9,9 +9,10 @@ add layers and parameter groups.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
@@ -32,6 +33,7 @@ from trainwright.fit.describe import changed, settings_of
 from trainwright.fit.early_stopping import is_best
 from trainwright.fit.plan import Resume
 from trainwright.fit.result import copied_weights, path_at
+from trainwright.fit.saving import DataPosition
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree
@@ -71,14 +73,13 @@ class ResumeFrom(StartPlan):
         """Load the checkpoint into everything bound; warn of differences where the run continues."""
         counters, run = owner._counters, boundary.run
         given = _settings(owner)
-        reports, lines = _restore(self, owner, boundary)
+        reports, lines, seek = _restore(self, owner, boundary)
         reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
         _find_position(boundary)
+        reports += seek()
         if owner.world.is_main and not counters.stopped:  # a finished run does not continue
             for report in reports:
                 warn_user(report)  # it matters without a console too
-        if counters.stopped:
-            run.source.seek_loaded()  # no epoch will begin and take the state over; a next `fit` reads the same data
         if counters.stopped or not counters.begun or not run.random.epoch_start_state or not self.with_data:
             # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins again
             run.random.resume_draws()
@@ -265,8 +266,13 @@ def _load_model(owner: Owner, path: Path) -> bool:
     return True
 
 
-def _restore(plan: ResumeFrom, owner: Owner, boundary: Boundary) -> tuple[list[str], list[str]]:
-    """Give every part its state; return the reports of the parts, and lines for the header alone."""
+def _restore(
+    plan: ResumeFrom, owner: Owner, boundary: Boundary
+) -> tuple[list[str], list[str], Callable[[], list[str]]]:
+    """Give every part but the data its state.
+
+    Return the reports of the parts, lines for the header alone, and the function that seeks the position in the data.
+    """
     loaded = plan.checkpoint
     parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
@@ -279,13 +285,17 @@ def _restore(plan: ResumeFrom, owner: Owner, boundary: Boundary) -> tuple[list[s
     matched = put_in_current_order(parts, tree, saved, origin=origin)
     if is_sharded(*owner.model.parameters()):
         tree = _resharded(tree, parts, boundary)
+    position = tree.pop("data", None)
+    parts.pop("data", None)
     with _same_lrs(owner) if "schedule" in plan.fresh else nullcontext():
         reports = run_parts.restore(parts, tree, origin=origin)
+    if has_ranks:
+        load_rank_state(owner, own)
     if not plan.with_data:
         owner._counters.batch = 0
-    if has_ranks:
-        reports += load_rank_state(owner, own, number=number, source=boundary.run.source if plan.with_data else None)
-    return reports, matched
+        return reports, matched, list
+    part = DataPosition(boundary.run, other_size=number != owner.world.size)
+    return reports, matched, partial(run_parts.restore, {"data": part}, {"data": position}, origin=origin)
 
 
 def _find_position(boundary: Boundary) -> None:

@@ -53,6 +53,11 @@ class LoopPhase:
         """Roll back to the start of the window in progress. No-op here."""
         return {}
 
+    def data_position(self) -> Tree:
+        """Return the position in the data, behind the batches that were trained on."""
+        self._source.commit()
+        return self._source.position()
+
 
 class Rollback(LoopPhase):
     """The phase of a run, and the state before the window in progress, from which an interrupted run is saved."""
@@ -70,6 +75,7 @@ class Rollback(LoopPhase):
         """The user's own parts: their states are not loaded back, but saved as they were."""
         self._captures_random = saves_errors or source.draws_global_rng
         self._before_opening: dict[str, Tree] = {}
+        """The states of data and random numbers, while the data of an epoch are opened."""
         self._before_window: dict[str, Any] | None = None
         """The random state before the current window was fetched, where fetching or updating may draw."""
 
@@ -89,7 +95,7 @@ class Rollback(LoopPhase):
         resumed = random.boundary_state()
         now = resumed or random_state()
         start = random.epoch_start_state if resumed else {}
-        data = copy_tree(self._source.state_dict())
+        data = copy_tree(self.data_position())
         self._before_opening = {"data": data, "random": {"epoch_start": start, "now": now}}
         # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
         self.phase = OPENING
@@ -106,7 +112,7 @@ class Rollback(LoopPhase):
 
     def before_fetch(self) -> None:
         """Capture the state that is rolled back to: the next window is about to be fetched."""
-        self._source.at_boundary()
+        self._source.commit()
         self._before_window = random_state() if self._captures_random else None
         if self._snapshot is not None:
             self._snapshot.capture()
@@ -126,3 +132,11 @@ class Rollback(LoopPhase):
         assert self._snapshot is not None
         self._snapshot.restore()
         return states | self._user_parts.trees
+
+    def data_position(self) -> Tree:
+        """Return the position in the data, behind the batches that were trained on."""
+        if self.phase == OPENING:
+            return self._before_opening["data"]
+        if self.phase not in (FETCHING, UPDATING):
+            self._source.commit()
+        return self._source.position()

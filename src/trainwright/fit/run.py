@@ -29,7 +29,6 @@ from trainwright.precision.mixed_precision import check_weights
 from trainwright.schedules.bound import bind_schedules
 from trainwright.update import nonfinite_policy
 from trainwright.update.finite_check import ImmediateCheck, why_immediate
-from trainwright.update.hooks import mover
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.manual_optimization import ManualUpdate
 from trainwright.update.nonfinite_policy import PATIENCE, NonFiniteOrigin
@@ -177,10 +176,9 @@ class Run:
         begun = time.perf_counter()
         size = plan.accumulated(counters.epoch)
         left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
-        move = mover(self.owner, self.source, trains=True)
         batches = self.signals.fetch(self.rollback.open_epoch)
         self.signals.watch_children()
-        windows = self.lengths.checked(islice(self.strategy.windows(batches, size, move=move), left))
+        windows = self.lengths.checked(islice(self.strategy.windows(batches, size, move=self.owner._hooks.move), left))
         self.waited += time.perf_counter() - begun
         return windows
 

@@ -66,7 +66,7 @@ class RunCheckpoints:
         replaced = dict(instead or {})
         if owner.world.size > 1:  # before the evaluation weights are in the model, which have other statistics
             random = replaced.get("random") or self.run.random.state_dict()
-            own = rank_state(owner, self.run.source, random["now"])
+            own = rank_state(owner, random=random["now"], data=self.run.rollback.data_position())
             replaced[PROCESSES] = owner.world.all_gather(own)
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
@@ -114,11 +114,27 @@ def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
         "checkpoint": boundary.manager,
         "progress": RunProgress(run),
         "totals": run.tracker,
-        "data": run.source,
+        "data": DataPosition(run),
         "state": _UserState(owner),
         "random": run.random,
     }
     return {name: part for name, part in named.items() if part is not None}
+
+
+class DataPosition:
+    """Part `data`: this rank's position in the training data, behind the batches that were trained on."""
+
+    def __init__(self, run: Run, *, other_size: bool = False) -> None:
+        self._run, self._other_size = run, other_size
+
+    def state_dict(self) -> Tree:
+        """Return the position."""
+        return self._run.rollback.data_position()
+
+    def load_state_dict(self, tree: Tree) -> str | None:
+        """Seek the position for the next epoch; where the run has ended, for another `fit` of the same data."""
+        ended = self._run.counters.stopped != ""
+        return self._run.source.seek(tree, other_size=self._other_size, ended=ended)
 
 
 class RunProgress:

@@ -1,4 +1,14 @@
-"""What watches a run."""
+"""Observers: objects that watch a run and cannot change it.
+
+They answer where the numbers of a run go, and how a run is measured. In reading order: console.py (header, rows, end)
+with table.py (numbers as text, rows that fit a width) and live.py (the progress bar); journal.py (every number as lines
+of JSON); loggers/ (experiment trackers); probes.py (a function of yours between updates, statistics by parameter),
+throughput.py (rows per second, utilization, memory), profiler.py (torch's profiler).
+
+An observer gets records of plain numbers, and costs nothing in a step whose event it does not override. It runs on rank
+0 alone; all ranks need a `RunObserver` that has a `name`. After a resume the journal and the trackers hold each update
+once.
+"""
 
 from trainwright.core.lazy import lazy_names
 

@@ -4,9 +4,8 @@ from trainwright.core.speed import Speed
 from trainwright.observers.console import Console
 from trainwright.observers.journal import Journal, journal_to_csv, read_journal
 from trainwright.observers.loggers.tensorboard import TensorBoardLogger
-from trainwright.observers.probes import Probe
+from trainwright.observers.probes import Probe, Statistics
 from trainwright.observers.profiler import Profile
-from trainwright.observers.statistics import Statistics
 from trainwright.observers.throughput import Throughput
 
 __all__ = [

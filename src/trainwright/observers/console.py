@@ -1,4 +1,4 @@
-"""The console: what a run will do, one row per validation and epoch, and how it ended."""
+"""The console: the plan of a run, one row per validation and epoch, and the end of the run."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ WIDEST = 100
 WORTH_SAYING = 1.0
 """Seconds of waiting, for saves or for data, that are worth a line at the end of a run."""
 MUCH = 0.25
-"""Share of the time that training waited for data from which on the last line says so."""
+"""Share of the time that training waited for data, from which the last line reports it."""
 
 
 @suggests
 class Console(Observer):
     """Prints a few lines before a run, a table during it and a few lines after it.
 
-    The stream is standard output where none is given. Nothing is printed per update, and no control characters at
-    all; on a terminal `console_observers` adds a bar for the running epoch. `width` is that of the terminal, at most
-    100, or 100 where the stream is none.
+    The stream is standard output where none is given. Nothing is printed per update, and no control characters; on a
+    terminal `console_observers` adds a bar for the running epoch. `width` is that of the terminal, at most 100, or 100
+    where the stream is no terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
@@ -56,15 +56,15 @@ class Console(Observer):
         self._last: tuple[int, int] | None = None
         self._plan = Plan()
         self._speeds: list[Speed] = []
-        """How fast training went since the last line about it."""
+        """Speeds since the last line of speed."""
         self._noted = False
+        """Whether a line of this run has given the reason of a missing number."""
         self._seconds = self._waited = 0.0
-        """Time of training so far, and how much of it was spent waiting for data."""
-        """Whether a line of this run has said why a number is missing."""
+        """Time of training so far, and the part of it that was spent waiting for data."""
 
     @property
     def stream(self) -> TextIO:
-        """Where it prints."""
+        """The stream that it prints to."""
         return sys.stdout if self._stream is None else self._stream
 
     @property
@@ -77,7 +77,7 @@ class Console(Observer):
         return max(60, min(WIDEST, shutil.get_terminal_size((WIDEST, 24)).columns))
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Print what the run will do."""
+        """Print the plan of the run."""
         self._plan, self._table, self._last = plan, ConsoleTable(self.width, watched=plan.watched), None
         self._speeds, self._noted = [], False
         self._seconds = self._waited = 0.0
@@ -85,7 +85,7 @@ class Console(Observer):
             self._print(*header(plan, self.width), "")
 
     def on_speed(self, speed: Speed) -> None:
-        """Keep it for the line after the epoch's row."""
+        """Collect the speed for the line after the epoch's row."""
         self._speeds.append(speed)
 
     def on_validate(self, record: Validation) -> None:
@@ -93,12 +93,12 @@ class Console(Observer):
         self._row(record)
 
     def on_epoch(self, record: Validation) -> None:
-        """Print a row, unless the validation at the epoch's end was one, and how fast the epoch went where asked."""
+        """Print a row, unless the validation at the epoch's end printed it, and the speed of the epoch."""
         self._row(record)
         self._speed()
 
     def on_fit_end(self, result: Result) -> None:
-        """Print how losses and watched numbers went, how the run ended, the best, and which weights the model holds."""
+        """Print the course of losses and watched numbers, the end, the best, and the weights that the model holds."""
         finished, watched = self._plan.finished, self._plan.watched
         self._speed()
         if finished:
@@ -143,7 +143,7 @@ def console_observers(console: bool | Console) -> list[Observer]:
 
 
 def header(plan: Plan, width: int = WIDEST) -> list[str]:
-    """Return the lines that tell what a run will do."""
+    """Return the lines on the plan of a run."""
     where = plan.device
     if where == "cpu":
         threads = torch.get_num_threads()
@@ -162,7 +162,7 @@ def header(plan: Plan, width: int = WIDEST) -> list[str]:
 
 
 def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), waited: float = 0.0) -> list[str]:
-    """Return the lines on the end of a run: last the weights that the model holds, and what would make it faster.
+    """Return the lines on the end of a run: last the weights that the model holds, and advice where data were slow.
 
     `waited`: the share of its time that training waited for data.
     """
@@ -185,7 +185,7 @@ def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), 
 
 
 def at_once(finished: str, result: Result, width: int = WIDEST) -> list[str]:
-    """Return the line that is all there is to say of a run that was finished before it began."""
+    """Return the one line of a run that was finished before it began."""
     best = result.best
     found = [] if best is None else [f"best {best.name} {number(best.value)}"]
     return joined([f"{finished} is finished: {result.stopped}", *found, f"weights: {result.weights}"], width)
@@ -225,7 +225,7 @@ def _arithmetic(plan: Plan) -> list[str]:
 
 
 def _courses(history: Sequence[Mapping[str, float]], watched: Sequence[str]) -> dict[str, list[float]]:
-    """The losses and the numbers that are watched, as they went: four at most, losses of further sets go first."""
+    """Return the course of losses and watched numbers: four at most, losses of further sets are dropped first."""
     known = list(dict.fromkeys(name for row in history for name in row))
     sets = [name for name in known if is_set_loss(name, known)]
     values = {name: [row[name] for row in history if name in row] for name in known}

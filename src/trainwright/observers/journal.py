@@ -1,4 +1,4 @@
-"""The journal: every number of a run as lines of JSON, which survive a crash, go on after a resume, and read back."""
+"""The journal: every number of a run as lines of JSON, which survive a crash, continue after a resume, read back."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",",
 class Journal(Observer):
     """Appends one JSON object per event to a file: start, update, speed, statistics, validate, epoch, save, end.
 
-    `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are handed
-    to the system as they are written, so that no checkpoint becomes whole before what it has seen is told. NaN and
+    `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are flushed
+    to the system as they are written, so that a complete checkpoint never holds updates that the journal lacks. NaN and
     infinity are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
 
-    A save is written when the checkpoint is whole, some updates later than the one that it is of. A checkpoint that
-    became whole right before a crash may have no such line.
+    A save is written when the checkpoint is complete, some updates later than the one that it is of. A checkpoint that
+    became complete right before a crash may have no such line.
 
     An existing file is appended to where it begins with a record; DataError for any other. SettingError for a path
     that is no regular file: a device or a pipe cannot be read back on resume.
@@ -63,13 +63,13 @@ class Journal(Observer):
         self._file: TextIO | None = None
         self._start: dict[str, Any] = {}
         self._held_back = self._resumed = 0
-        """Updates of this stage that were held back, so far and where it was resumed: the clock does not count them."""
+        """Skipped updates of this stage, so far and at its resume: `Progress.updates` does not count them."""
 
     def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
-        """Drop what the last run in the file wrote after `update` and so many held back: it will be done again.
+        """Drop the records of the last run in the file after `update` and so many skipped updates: they will be redone.
 
-        Saves of that update or earlier ones stay, though they were told later. `goes_on`: drop the final validation
-        at that update too, which a run that never ended does not make.
+        Records of saves of that update or earlier ones remain, though they were written later. `goes_on`: drop the
+        final validation at that update too, which a run that never ended does not make.
         """
         is_open = self._file is not None
         self._close()
@@ -80,7 +80,7 @@ class Journal(Observer):
             self._open()
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Open the file and write what the run will do."""
+        """Open the file and write the plan of the run."""
         self._close()
         self._held_back, self._resumed = self._resumed, 0
         plan_fields = (field.name for field in fields(plan) if field.repr)
@@ -88,7 +88,7 @@ class Journal(Observer):
         self._open()
 
     def on_update(self, update: Update) -> None:
-        """Write an update, where its turn has come."""
+        """Write an update: every nth, and a skipped one."""
         if update.update % self._every and not update.skipped:
             return
         record = {
@@ -119,21 +119,23 @@ class Journal(Observer):
         self._write_numbers("epoch", record)
 
     def on_speed(self, speed: Speed) -> None:
-        """Write how fast training went."""
+        """Write the speed of training."""
         record = {"event": "speed", "epoch": speed.epoch, "update": speed.update}
         record |= {"held_back": self._held_back} if self._held_back else {}
         names = ("seconds", "rows", "updates", "rows_per_second", "updates_per_second", "waiting", "mfu", "bound")
         self._write(record | {name: getattr(speed, name) for name in names} | {"memory": dict(speed.memory)})
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
-        """Write what weights, gradients and an update look like."""
+        """Write statistics of weights, gradients and an update."""
         record = {"event": "statistics", "epoch": statistics.epoch, "update": statistics.update}
         record |= {"held_back": self._held_back} if self._held_back else {}
-        told = {name: asdict(one) | {"update_ratio": one.update_ratio} for name, one in statistics.parameters.items()}
-        self._write(record | {"parameters": told})
+        parameters = {
+            name: asdict(one) | {"update_ratio": one.update_ratio} for name, one in statistics.parameters.items()
+        }
+        self._write(record | {"parameters": parameters})
 
     def on_save(self, saved: Saved) -> None:
-        """Write that a checkpoint is whole."""
+        """Write that a checkpoint is complete."""
         record = {"event": "save", "update": saved.update, "path": str(saved.path), "best": saved.best}
         costs = {name: getattr(saved, name) for name in ("seconds", "blocked", "size")}
         self._write(record | costs)
@@ -157,11 +159,11 @@ class Journal(Observer):
         self._file.write(_line(record))
 
     def _open(self) -> None:
-        """Open the file behind its last complete line, and write how this run started."""
+        """Open the file after its last complete line, and write the start of this run."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _end_last_line(self.path)
-        # By lines: checkpoints are written beside the training, and a kill may come as soon as one is whole.
+        # By lines: checkpoints are written in the background, and a kill may come as soon as one is complete.
         # A lone surrogate, of a file name that is no UTF-8, is written as JSON's escape of it.
         self._file = self.path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace", newline="\n")
         self._write(self._start)
@@ -179,10 +181,10 @@ class Journal(Observer):
         cut = next((n for n, place in enumerate(places) if place > at), len(behind))
         if cut == len(behind):
             return
-        told_later = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
+        later_saves = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
         os.truncate(self.path, behind[cut][0])
         with self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
-            file.writelines(_line(record) for record in told_later)
+            file.writelines(_line(record) for record in later_saves)
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -217,7 +219,7 @@ def _cell(value: Any) -> Any:
 
 
 def _irregular(path: Path) -> str:
-    """Say what exists at a path in the place of a regular file; empty for a file, and where there is nothing."""
+    """Return the kind of what exists at a path that is no regular file; empty for a file, and where nothing exists."""
     if not os.path.exists(path) or os.path.isfile(path):
         return ""
     return "a directory" if os.path.isdir(path) else "a device, a pipe or a socket"
@@ -230,7 +232,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
         raise DataError(what, have=kind, want="a regular file", where=False)
     records: list[tuple[int, dict[str, Any]]] = []
     with path.open("rb") as file:
-        left = os.fstat(file.fileno()).st_size  # a file that grows meanwhile is read up to here
+        left = os.fstat(file.fileno()).st_size  # a file that grows is read up to here
         while left > 0 and (line := file.readline(min(LONGEST_LINE, left))):
             if not _is_torn(line):
                 records.append((file.tell() - len(line), _record(line, path, len(records) + 1)))
@@ -239,7 +241,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Whether this is the beginning of a record that a crash has cut off, or the zeros that a power cut leaves."""
+    """Return whether this is the beginning of a record cut off by a crash, or the zeros that a power cut leaves."""
     if line.endswith(b"\n") or len(line) >= LONGEST_LINE:
         return False
     line, head = line.rstrip(b"\0"), b'{"event":'
@@ -255,7 +257,7 @@ def _is_json(line: bytes) -> bool:
 
 
 def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
-    """Return the record in a line. DataError where there is none, or where its counters are no counts."""
+    """Return the record of a line. DataError where there is none, or where its counters are no counts."""
     try:
         record = _read_back(_json(line))
         why = _fault(record)
@@ -277,7 +279,7 @@ def _json(line: bytes) -> Any:
 
 
 def _fault(record: Any) -> str:
-    """Say why a value is no record; empty where it is one."""
+    """Return why a value is no record; empty where it is one."""
     if not isinstance(record, dict):
         return f"a {type(record).__name__}: {str(record)[:60]}"
     if not isinstance(record.get("event"), str):
@@ -291,9 +293,9 @@ def _fault(record: Any) -> str:
 
 
 def _end_last_line(path: Path) -> None:
-    """Cut off a last line that a crash has torn, or end a complete one: what is written next needs a line of its own.
+    """Cut off a last line that a crash has torn, or end a complete one: the next record needs a line of its own.
 
-    DataError where the file does not begin and end with a record: it is none of ours, and stays as it is.
+    DataError where the file does not begin and end with a record: it is no journal, and is not changed.
     """
     with path.open("rb+") as file:
         first = file.readline(LONGEST_LINE)
@@ -309,7 +311,7 @@ def _end_last_line(path: Path) -> None:
 
 
 def _after_last_line_end(file: BinaryIO) -> bytes:
-    """Return the bytes behind the last line end, of `LONGEST_LINE` at most."""
+    """Return the bytes after the last line end, `LONGEST_LINE` at most."""
     begin, found = file.seek(0, os.SEEK_END), b""
     while begin > 0 and b"\n" not in found and len(found) < LONGEST_LINE:
         size = min(max(len(found), 1 << 16), begin)
@@ -319,9 +321,9 @@ def _after_last_line_end(file: BinaryIO) -> bytes:
 
 
 def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
-    """Return the index of the first record of the last run: where what follows a start is behind what stood before it.
+    """Return the index of the first record of the last run: a start whose first update is below earlier ones.
 
-    Only the first record after a start is asked: updates rise within a session, but saves are told late.
+    Only the first record after a start counts: updates rise within a session, but saves are written late.
     """
     begin = session = 0
     highest, is_fresh = -1, True
@@ -336,25 +338,25 @@ def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
 
 
 def _position(record: Mapping[str, Any]) -> int:
-    """Return the update a record belongs to; those without one stay with what stands before them."""
+    """Return the update of a record; -1 for those without one, which belong to the record before them."""
     at: int = record.get("update", -1)
     return at
 
 
 def _held_back(record: Mapping[str, Any]) -> int:
-    """Return how many updates a record says were held back, its own included; 0 where it does not say."""
+    """Return the number of skipped updates that a record holds, its own included; 0 where it holds none."""
     counts = record["event"] in ("validate", "epoch")
     held_back: int = record.get("skipped" if counts else "held_back", 0)
     return held_back
 
 
 def _is_final(record: Mapping[str, Any]) -> bool:
-    """Whether a record is of a validation made only because the run ended early."""
+    """Return whether a record is of a validation made only because the run ended early."""
     return bool(record.get("final", False))
 
 
 def _is_save(record: Mapping[str, Any]) -> bool:
-    """Whether a record is one that may stand behind later ones."""
+    """Return whether a record is of a save, which may come after records of later updates."""
     return bool(record["event"] == "save")
 
 
@@ -362,21 +364,21 @@ def _line(record: Mapping[str, Any]) -> str:
     """Return a record as a line of strict JSON."""
     try:
         return _encode(record) + "\n"
-    except ValueError:  # NaN or infinity, which JSON has no word for
-        return _encode(_spelt(record)) + "\n"
+    except ValueError:  # NaN or infinity, which JSON lacks
+        return _encode(_as_strings(record)) + "\n"
 
 
-def _spelt(value: Any) -> Any:
-    """Return the value with NaN and infinity as words."""
+def _as_strings(value: Any) -> Any:
+    """Return the value with NaN and infinity as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
-        return {key: _spelt(inner) for key, inner in value.items()}
-    return [_spelt(inner) for inner in value] if isinstance(value, list | tuple) else value
+        return {key: _as_strings(inner) for key, inner in value.items()}
+    return [_as_strings(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _read_back(value: Any, depth: int = 0) -> Any:
-    """Return the value with the words of `_spelt` as numbers. ValueError where it is nested too deeply."""
+    """Return the value with the strings of `_as_strings` as numbers. ValueError where it is nested too deeply."""
     if isinstance(value, str):
         return _WORDS.get(value, value)
     if depth > _DEEPEST:

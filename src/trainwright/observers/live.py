@@ -1,4 +1,4 @@
-"""The running epoch on a terminal: one line, redrawn by time, gone before anything else is printed."""
+"""The progress bar of the running epoch on a terminal: one line, cleared before anything else is printed."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class LiveBar(Observer):
         self._epoch = -1
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Keep the plan: how many epochs, how many updates in each."""
+        """Store the plan: the number of epochs and of updates in each."""
         self._plan = plan
         self._close()
 
     def on_update(self, update: Update) -> None:
-        """Move the bar; text is made only when it is redrawn."""
+        """Advance the bar; text is formatted only when it is redrawn."""
         bar = self._bar
         if bar is None or self._epoch != update.epoch:
             bar = self._opened(update.epoch)
@@ -40,16 +40,16 @@ class LiveBar(Observer):
         bar.update()
 
     def on_validate(self, record: Validation) -> None:
-        """Make room for the row of a validation."""
+        """Clear the bar for the row of a validation."""
         if self._bar is not None:
             self._bar.clear()
 
     def on_epoch(self, record: Validation) -> None:
-        """Make room for the row of an epoch."""
+        """Close the bar before the row of an epoch."""
         self._close()
 
     def on_fit_end(self, result: Result) -> None:
-        """Leave nothing behind."""
+        """Close the bar."""
         self._close()
 
     def _opened(self, epoch: int) -> _Bar:
@@ -81,7 +81,7 @@ def write_line(text: str) -> None:
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar that makes its line, no wider than there is room, when it is drawn, with no thread that watches it."""
+    """A tqdm bar that formats its line when it is drawn, no wider than the terminal, without tqdm's monitor thread."""
 
     monitor_interval = 0
     name = ""
@@ -89,7 +89,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
 
     @property
     def format_dict(self) -> dict[str, Any]:
-        """What tqdm draws the line from."""
+        """The fields that tqdm formats the line from."""
         fields = dict(super().format_dict)
         encoding, parts = getattr(self.fp, "encoding", None), self._parts(fields)
         head = f" epoch {self.name} "
@@ -104,7 +104,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         return fields
 
     def _parts(self, fields: Mapping[str, Any]) -> list[str]:
-        """What stands behind the bar, the first to be left out last."""
+        """Return the texts after the bar; the last are dropped first."""
         n, elapsed = self.n, fields["elapsed"]
         parts = [f"{n}/{self.total}" if self.total else f"{n} updates"]
         if self.latest is not None:

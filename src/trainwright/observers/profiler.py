@@ -60,7 +60,7 @@ class Profile(RunObserver):
         self._on_cuda = False
 
     def expect(self, update: int, *, before: int) -> None:
-        """Know what is to come: the first update to record, 0 for none, and how many came before this stage.
+        """Set the first update to record, 0 for none, and the number of updates before this stage.
 
         SettingError beside another profiler: torch has one at a time.
         """
@@ -80,7 +80,7 @@ class Profile(RunObserver):
         self._profiler.start()
 
     def begin(self) -> None:
-        """Begin to record."""
+        """Begin recording."""
         self._profiler.step()
         self._begun = self._coming
 
@@ -95,7 +95,7 @@ class Profile(RunObserver):
             write_line("\n".join(self._table(profiler.key_averages(), updates=update + 1 - first, first=first)))
 
     def on_fit_end(self, result: Result) -> None:
-        """Write what was recorded where the run ends meanwhile; say so where nothing was."""
+        """Write the trace where the run ends while recording; print a line where nothing was recorded."""
         update = self._before + result.updates
         if self._profiler is not None and self._begun and update >= self._begun:
             self.end(update)
@@ -106,18 +106,18 @@ class Profile(RunObserver):
         self._profiler, self._coming = None, 0
 
     def _table(self, events: Sequence[Any], *, updates: int, first: int) -> list[str]:
-        """The operations by their own time, on the device where it is CUDA; milliseconds per update."""
+        """Return the operations by their own time, on the device where it is CUDA, in milliseconds per update."""
         events = [event for event in events if not self._on_cuda or not _is_range(event)]
         cpu = sum(event.self_cpu_time_total for event in events)
         device = sum(event.self_device_time_total for event in events)
-        by, whole = ("self_device_time_total", device) if self._on_cuda else ("self_cpu_time_total", cpu)
+        by, total = ("self_device_time_total", device) if self._on_cuda else ("self_cpu_time_total", cpu)
         listed = sorted(events, key=lambda event: getattr(event, by), reverse=True)[: self.rows]
         per = 1000 * updates
         lines = [f"profile of updates {first} to {first + updates - 1}, per update; {self.path}"]
         head = f" {'operation':<{_NAME}}{'calls':>8}{'share':>8}{'cpu ms':>10}"
         lines.append(head + (f"{'cuda ms':>10}" if self._on_cuda else ""))
         for event in listed:
-            share = getattr(event, by) / whole if whole else 0.0
+            share = getattr(event, by) / total if total else 0.0
             name = "(Python, outside of operations)" if event.key.startswith(_STEP) else event.key
             line = f" {name[: _NAME - 1]:<{_NAME}}{event.count / updates:>8.4g}{share:>8.1%}"
             line += f"{number(event.self_cpu_time_total / per):>10}"
@@ -126,5 +126,5 @@ class Profile(RunObserver):
 
 
 def _is_range(event: Any) -> bool:
-    """Whether it spans operations and is none: on a device its time would be theirs a second time."""
+    """Return whether an event is a range of operations: on a device its time would be counted twice."""
     return event.key.startswith(_STEP) or bool(getattr(event, "is_user_annotation", False))

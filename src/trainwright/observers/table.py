@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from trainwright.core.records import Validation
 
 WIDE_FIRST = ("data", "rows/s", "time")
-"""Columns that make room first, in this order, and without a word, where a row is too wide."""
+"""Columns that are dropped first where a row is too wide, in this order, and without a line."""
 
 _KEPT = ("epoch", "loss", "val_loss", "best")
 
@@ -21,10 +21,10 @@ _PLAIN = str.maketrans(f"{_LEVELS}●·→{_NOT_FINITE}", "_.-:=+*#*|>x")
 class ConsoleTable:
     """Rows of validations and epochs under one header, no wider than `width`.
 
-    A column appears with the first number that needs it, and the header is then printed again. Where there is no
-    room, `WIDE_FIRST` go first, then training's side of metrics that validation gives too, learning rates, other
-    numbers (the last first, losses of several validation sets after the rest), `skipped` and `update`; at the very
-    end the `watched` ones. A line names all but `WIDE_FIRST`.
+    A column appears with the first number that needs it, and the header is then printed again. Where the row is too
+    wide, columns are dropped: first `WIDE_FIRST`, then training's metrics that validation has too, learning rates,
+    other numbers (the last first, losses of several validation sets after the rest), `skipped` and `update`; at the
+    very end the `watched` ones. A line names all but `WIDE_FIRST`.
     """
 
     def __init__(self, width: int, *, watched: Sequence[str] = ()) -> None:
@@ -55,13 +55,13 @@ class ConsoleTable:
         return [*missing, self._line({name: name for name in self._shown})]
 
     def _line(self, cells: Mapping[str, str]) -> str:
-        gap = 2  # and one space that is always there; a long number takes the gap and leaves the others in place
+        gap = 2  # beside one space that is always there; a long number takes the gap and shifts no other column
         columns = ((text, _WIDTHS.get(name, max(len(name), 8)) + gap) for name, text in cells.items())
         return "".join(f" {text:>{width}}" for text, width in columns)[gap:]
 
 
 def number(value: float) -> str:
-    """Four decimals, or four digits and an exponent for very large or small numbers: 0.1324, 1.324e-5, nan."""
+    """Format with four decimals, or four digits and an exponent where very large or small: 0.1324, 1.324e-5, nan."""
     if not math.isfinite(value) or value == 0:
         return f"{value:.4f}"
     if not 1e-3 <= abs(value) < 1e6:
@@ -70,12 +70,12 @@ def number(value: float) -> str:
 
 
 def rate(value: float) -> str:
-    """A learning rate: 2.15e-3."""
+    """Format a learning rate: 2.15e-3."""
     return _exponent(f"{value:.2e}") if math.isfinite(value) and value else f"{value:g}"
 
 
 def amount(value: float) -> str:
-    """A large number in short: 980, 19.8k, 5.2M."""
+    """Format a large number in short: 980, 19.8k, 5.2M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size * 0.99995:
             return f"{value / size:.1f}{unit}"
@@ -83,7 +83,7 @@ def amount(value: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Bytes in short: 512 B, 3.2 KiB, 1.5 GiB."""
+    """Format bytes in short: 512 B, 3.2 KiB, 1.5 GiB."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1023.95 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -91,7 +91,7 @@ def byte_size(count: float) -> str:
 
 
 def duration(seconds: float) -> str:
-    """35ms, 0.4s, 59.1s, 4m05s, 2h30m."""
+    """Format a duration: 35ms, 0.4s, 59.1s, 4m05s, 2h30m."""
     if seconds < 0.0995:
         return f"{seconds * 1000:.0f}ms"
     if seconds < 99.95:
@@ -101,9 +101,9 @@ def duration(seconds: float) -> str:
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """A number over time in at most `width` characters, each the mean of equally many; × where that is not finite.
+    """Draw a number over time in at most `width` characters, each the mean of equally many; × where it is not finite.
 
-    It is flat where nothing is to be seen: all are the same, or within a millionth with ends that print alike.
+    The line is flat where all values are the same, or within a millionth with ends that print alike.
     """
     size = max(1, math.ceil(len(values) / width))
     means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
@@ -120,14 +120,14 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def is_set_loss(name: str, names: Collection[str]) -> bool:
-    """Whether this is the loss of one of several validation sets, `val_<name>_loss`."""
+    """Return whether this is the loss of one of several validation sets, `val_<name>_loss`."""
     return "val_loss" not in names and name.startswith("val_") and name.endswith("_loss")
 
 
 def joined(parts: Iterable[str], width: int, *, start: str = "") -> list[str]:
-    """Join parts with ` · ` into lines no wider than `width`; lines after the first stand under its first part."""
+    """Join parts with ` · ` into lines no wider than `width`; lines after the first are indented to its first part."""
     lines, line = [], start
-    for part in (piece for whole in parts for piece in _pieces(whole, width - len(start))):
+    for part in (piece for one in parts for piece in _pieces(one, width - len(start))):
         separator = " · " if line.strip() and line != start else ""
         if separator and len(line) + len(separator) + len(part) > width:
             lines.append(line)
@@ -165,7 +165,7 @@ def _cells(record: Validation) -> dict[str, str]:
 
 
 def _place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Where each column stands: lr, loss, val_loss, the other metrics as they came, then what is about the run."""
+    """Return the order of columns: lr, loss, val_loss, other metrics in order of appearance, then those of the run."""
     first = ("epoch", "update", "lr", "loss", "val_loss")
     last = ("best", "time", "rows/s", "data", "skipped")
     return {
@@ -175,7 +175,7 @@ def _place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _worth(names: Sequence[str], watched: Sequence[str]) -> dict[str, int]:
-    """How long each column is kept where there is little room: those of the lowest worth go first."""
+    """Return the rank of each column where rows are too wide: the lowest are dropped first."""
     validated = [name for name in names if name.startswith("val_")]
     worth = {}
     for name in names:
@@ -199,13 +199,13 @@ def _is_rate(name: str) -> bool:
 
 
 def _exponent(text: str) -> str:
-    """1.50e-03 as 1.50e-3."""
+    """Return 1.50e-03 as 1.50e-3."""
     digits, exponent = text.split("e")
     return f"{digits}e{int(exponent)}"
 
 
 def _pieces(text: str, width: int) -> list[str]:
-    """Cut a part that is wider than a whole line, between words where there are any."""
+    """Cut a part that is wider than a line, between words where possible."""
     pieces = []
     while len(text) > width:
         cut = text.rfind(" ", 1, width + 1)

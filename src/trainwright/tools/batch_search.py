@@ -20,7 +20,7 @@ from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import mapping_like, sequence_like, tensors_in
-from trainwright.data.cutting import cut, rows_of
+from trainwright.data.slicing import cut, rows_of
 from trainwright.modules.peak_memory import Peaks, peaks_of
 from trainwright.observers.table import byte_size
 from trainwright.tools.trainer_snapshot import TrainerSnapshot

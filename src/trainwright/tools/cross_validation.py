@@ -27,9 +27,8 @@ from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import sequence_like
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches, takes_batch_size
 from trainwright.data.seeded import mixed_seed, rows_of
-from trainwright.data.sources import takes_batch_size
 from trainwright.evaluation.predictions import join
 from trainwright.modules.freezing import has_running_statistics, held
 from trainwright.observers.table import duration, number

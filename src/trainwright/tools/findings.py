@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from trainwright.core.errors import StepError, listed, user_line
 from trainwright.core.torch_private import BatchNorm, tree_leaves
 from trainwright.core.trees import parameters_in
-from trainwright.data.sources import takes_batch_size
+from trainwright.data.opening import takes_batch_size
 from trainwright.tools.trial import ready, variant
 from trainwright.trainer import Trainer
 
@@ -371,4 +371,4 @@ def _normalizing(rows: Tensor, batches: Sequence[Any], *, images: bool) -> str:
         return "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows"
     unit = 255 if any(isinstance(one, Tensor) and one.dtype is torch.uint8 for one in tree_leaves(batches[0])) else 1
     mean, std = (tuple(round(float(one) / unit, 4) for one in each) for each in (rows.mean(0), rows.std(0)))
-    return f"batches(..., augment=Normalize(mean={mean}, std={std}))"
+    return f"nn.Sequential(Normalize(mean={mean}, std={std}), model)"

@@ -18,7 +18,7 @@ from trainwright.core.errors import NonFiniteError, SettingError, listed
 from trainwright.core.records import Update
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
-from trainwright.data.sources import takes_batch_size
+from trainwright.data.opening import takes_batch_size
 from trainwright.observers.probes import Probe
 from trainwright.observers.table import duration, number, rate
 from trainwright.protocols import Observer

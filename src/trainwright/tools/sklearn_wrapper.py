@@ -23,7 +23,7 @@ from trainwright.core.records import StepOutput, SumLoss
 from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.suggestions import suggests
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches
 from trainwright.optim.optimizers import adamw
 from trainwright.trainer import Trainer
 from trainwright.update.losses import KnownLoss, known_loss

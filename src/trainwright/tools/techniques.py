@@ -17,9 +17,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from trainwright.acceleration.compilation import find_regions
 from trainwright.core.device import usable_cores
 from trainwright.core.errors import TrainwrightError
-from trainwright.data.batches import batches
+from trainwright.data.opening import batches, open_source
 from trainwright.data.row_batches import Batches
-from trainwright.data.sources import open_source
 from trainwright.modules.activations import checkpoint_activations, is_recomputed
 from trainwright.tools.batch_search import joined
 from trainwright.trainer import Trainer

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import buffer_dict, parameter_dict, versions_preserved
 from trainwright.core.trees import parameters_in
-from trainwright.data.generators import Other
+from trainwright.data.data_state import Other
 from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import RngStates, Snapshot, SnapshotPart, StateDicts
 

@@ -14,10 +14,10 @@ from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.process_state import switches_restored
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
+from trainwright.data.data_state import is_stateful
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.data.generators import is_stateful
+from trainwright.data.opening import open_source
 from trainwright.data.row_batches import Batches
-from trainwright.data.sources import open_source
 from trainwright.distributed.mesh import Parallel
 from trainwright.distributed.world import World
 from trainwright.fit.arguments import bound_hooks, checked_fast, checked_metrics, checked_observers, checked_schedule
@@ -142,8 +142,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 @contextmanager
 def data_kept(data: Any) -> Iterator[None]:
     """Restore the state of a data set with `state_dict` at the end of the block."""
-    asked = data._own_state if isinstance(data, Batches) else None
-    found: Any = asked.data if asked is not None else getattr(data, "dataset", data)
+    found: Any = data.data_set if isinstance(data, Batches) else getattr(data, "dataset", data)
     if not (issubclass(type(found), Dataset) and is_stateful(found)):
         yield
         return

@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from trainwright.core.errors import message
 from trainwright.core.host_reads import as_count
@@ -14,10 +14,6 @@ from trainwright.core.records import Count
 from trainwright.update import batches
 from trainwright.update.losses import KnownLoss, known_loss
 from trainwright.update.window import find_rows, rows_of
-
-if TYPE_CHECKING:
-    from trainwright.data.source import Source
-    from trainwright.update.owner import Owner
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,14 +98,6 @@ def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,
         after_update=trainer.after_update if "after_update" in own else None,
     )
-
-
-def mover(owner: Owner, source: Source, *, trains: bool) -> Callable[[Any], Any] | None:
-    """Return the function that moves each batch of the next pass over `source`; None where none is moved.
-
-    Moved batches are changed as their source says; `trains`: whether random changes are made.
-    """
-    return source.finishing(owner._hooks.move, trains=trains)
 
 
 def free_transfer_memory(hooks: Hooks) -> None:

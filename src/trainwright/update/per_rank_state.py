@@ -185,12 +185,12 @@ def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
         return random_state()
 
 
-def rank_state(owner: Owner, source: Source, random: Tree) -> Tree:
-    """Return the state of this rank alone: random numbers, normalization statistics, and its dataloader workers."""
+def rank_state(owner: Owner, *, random: Tree, data: Tree) -> Tree:
+    """Return the state of this rank alone: random numbers, normalization statistics, and its position in the data."""
     return {
         "random": random,
         "statistics": {name: one.detach().clone() for name, one in _statistics(owner).items()},
-        "data": source.process_state(),
+        "data": data,
         "parts": {name: part.state_dict() for name, part in _each(owner).items()},
     }
 
@@ -204,24 +204,21 @@ def take_rank_state(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, i
     world = owner.world
     number = max(1, len(each))
     own = each[world.rank] if world.size > 1 and number == world.size else None
-    tree |= {} if own is None else own["parts"]
+    if own is not None:
+        tree |= {**own["parts"], "data": own["data"]}
     if world.rank:
         now = derived_rng(tree["random"]["now"], world.rank) if own is None else own["random"]
         tree["random"] = {**tree["random"], "now": now}
     return own, number
 
 
-def load_rank_state(owner: Owner, own: Tree | None, *, number: int, source: Source | None) -> list[str]:
-    """Load the own state of this rank, after the common parts; return the header's lines."""
+def load_rank_state(owner: Owner, own: Tree | None) -> None:
+    """Load the own state of this rank, after the common parts."""
     if owner.world.rank:
         owner._tracker.reset()  # the sums of all ranks are rank 0's
     if own is not None:
         for name, statistic in _statistics(owner).items():
             statistic.copy_(own["statistics"][name])
-    if source is None or number == owner.world.size == 1:
-        return []
-    said = source.load_process_state(None if own is None else own["data"])
-    return [said] if said else []
 
 
 def _each(owner: Owner) -> dict[str, Any]:

@@ -13,6 +13,7 @@ from gpu_cases.entry import Batch, Clock, Contestant, Task
 def train(task: Task, clock: Clock, *, compiles: str | None = None, device_data: bool = True) -> nn.Module:
     """Train from ready batches; where the task has rows on the host, from these."""
     from trainwright import Fast, MeanLoss, Observer, Trainer
+    from trainwright.data import Normalize
     from trainwright.observers import Validation
 
     class EpochEnds(Observer):
@@ -26,9 +27,10 @@ def train(task: Task, clock: Clock, *, compiles: str | None = None, device_data:
     compile_ = {"regions": compiles, "backend": task.bench.backend} if compiles else None
     more: dict[str, Any] = {} if task.rows is None else {"device_data": device_data}
     model = task.model(by_hand=False)
+    trained = model if task.rows is None else nn.Sequential(Normalize(MEAN, STD), model)
     kind = Trainer if task.criterion is not None else OwnLoss
     trainer = kind(
-        model,
+        trained,
         task.optimizer(model.parameters(), fused=True),
         task.criterion,
         precision=task.precision,
@@ -44,13 +46,12 @@ def train(task: Task, clock: Clock, *, compiles: str | None = None, device_data:
 
 
 def data_of(task: Task) -> Any:
-    """Ready batches, or images that lie on the host and are made numbers where the model is."""
+    """Ready batches, or images on the host, which the first layer of the model normalizes."""
     if task.rows is None:
         return list(task.data)
     from trainwright import batches
-    from trainwright.data import Normalize
 
-    return batches(task.rows, task.batch_size, shuffle=True, seed=1, augment=Normalize(MEAN, STD))
+    return batches(task.rows, task.batch_size, shuffle=True, seed=1)
 
 
 def order(task: Task) -> list[list[Tensor]]:

@@ -13,15 +13,19 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import is_under_way, iterator_of
-from trainwright.data.dataloader.order import Order, draws_at_most_at_first, refuse_draws
-from trainwright.data.dataloader.pool import Record, Workers
-from trainwright.data.dataloader.position import LOADER, check_facts, check_kind, length_of, opened, set_epoch
-from trainwright.data.dataloader.proxy import has_twin, iterates_itself, twin, view
-from trainwright.data.dataloader.worker import Carrying, Starting
-from trainwright.data.generators import Generators, hidden_in, is_stateful
+from trainwright.data.data_state import Generators, hidden_in, is_stateful, stateful_data
+from trainwright.data.dataloader.order import (
+    Order,
+    draws_at_most_at_first,
+    has_twin,
+    iterates_itself,
+    refuse_draws,
+    twin,
+    view,
+)
+from trainwright.data.dataloader.workers import Carrying, Starting, Workers, WorkerStates
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
-from trainwright.data.source import Source, shallow_copy
-from trainwright.data.stateful import own_state_of
+from trainwright.data.source import LOADER, Source, check_facts, check_kind, length_of, opened, set_epoch, shallow_copy
 from trainwright.distributed.mesh import Shard
 
 _ALONE = Shard(0, 1)
@@ -55,8 +59,8 @@ class LoaderBatches(Source):
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
         self._role = role
-        self._loaded: dict[str, Any] | None = None
-        self._record = Record()
+        self._sought: dict[str, Any] | None = None
+        self._record = WorkerStates()
         self._draws_on = False
         """Whether the sampler has drawn from the process's random state after its first pull."""
         sampler, batch_sampler = loader.sampler, loader.batch_sampler
@@ -65,7 +69,7 @@ class LoaderBatches(Source):
         self._generators = Generators(
             {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
         )
-        self._own_state = own_state_of(loader)
+        self._stateful = stateful_data(loader)
         self.length = self.own_length = length_of(loader)
         """Batches of an epoch; `own_length` is what the loader tells on this process, whose own it may be."""
         size = getattr(batch_sampler, "batch_size", None)
@@ -102,7 +106,7 @@ class LoaderBatches(Source):
         cannot be drawn alike on all of them.
         """
         if part is not None and not self.sharded:
-            from trainwright.data.dataloader import slicing
+            from trainwright.data import slicing
 
             slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
             self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self.by_numbers else None
@@ -118,7 +122,7 @@ class LoaderBatches(Source):
         if self._part is None and not (stream and is_alone_in_job()):
             doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
             return self._compared_once(self._begun(epoch, skip)) if doubts else self._begun(epoch, skip)
-        from trainwright.data.dataloader import slicing
+        from trainwright.data import slicing
 
         begin = partial(self._begun, epoch, skip)
         if self._part is None or self.sharded:
@@ -130,7 +134,7 @@ class LoaderBatches(Source):
         return slicing.slices(iterator, self._order.dealt, self._part, name=self.describe())
 
     def _compared_once(self, batches: Iterator[Any]) -> Iterator[Any]:
-        from trainwright.data.dataloader.duplicates import looked_at
+        from trainwright.data.dataloader.workers import looked_at
 
         self._compared = True
         return looked_at(batches, workers=self._loader.num_workers, name=type(self._loader.dataset).__name__)
@@ -146,47 +150,38 @@ class LoaderBatches(Source):
         return has_twin(self._loader) and not iterates_itself(self._loader) and not self.sharded
 
     def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
-        loaded, self._loaded = self._loaded, None
+        sought, self._sought = self._sought, None
         apart = self._part is not None and self.sharded
         if apart and self.own_length is not None:
             skip = min(skip, self.own_length)  # others may have more
-        inside = loaded is not None and self._generators.epoch == epoch
-        way = self._way(loaded)
+        inside = sought is not None and self._generators.epoch == epoch
+        way = self._way(sought)
         skipped = skip if way == "skip" else 0
-        self._record = Record(skipped)
-        if loaded is not None:
+        self._record = WorkerStates(skipped)
+        if sought is not None:
             self._order.once_more = self._generators.stateful
-            self._go_back(loaded, inside=inside, given=skip if inside and way == "skip" else None)
+            self._restore_workers(sought, inside=inside, given=skip if inside and way == "skip" else None)
         self._generators.begin(epoch)
         if self._role == "train" and self._sets_epoch:
             set_epoch(epoch, *self._tellable)
             self._measure()
-        if loaded is not None and way == "asked":
-            self._ask(loaded, skip if inside else None)
+        if sought is not None and way == "seek":
+            self._restore_data(sought, skip if inside else None)
         iterator = self._opened(skipped)
         past = skip if way == "past" else 0
         if apart:
             deque(islice(iterator, past), maxlen=0)  # one part may be empty, or end before others
         elif past or not skip:
             iterator = opened(iterator, past, name=self.describe(), complaint=self._no_batches)
-        if loaded is not None and way != "asked":
-            self._ask(loaded, skip if inside else None)
-        return iterator if self._own_state is None else self._own_state.counted(iterator, skip)
+        if sought is not None and way != "seek":
+            self._restore_data(sought, skip if inside else None)
+        return iterator if self._stateful is None else self._stateful.counted(iterator, skip)
 
-    def seek_loaded(self) -> None:
-        """Seek the loaded position of loader, samplers, data and workers at once: another `fit` reads them."""
-        if self._loaded is not None:
-            self._record = Record()
-            self._go_back(self._loaded, inside=False, given=None)
-            self._generators.seek_loaded()
-            self._generators.load_state_dict(self._loaded["generators"])  # what is told is as loaded
-            self._ask(self._loaded, None)
-
-    def at_boundary(self) -> None:
-        """Record that all batches given so far are trained on: a rollback of the next window ends here."""
-        self._record.at_boundary()
-        if self._own_state is not None and self.must_resume is not False:
-            self._own_state.at_boundary()
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        self._record.commit()
+        if self._stateful is not None and self.must_resume is not False:
+            self._stateful.commit()
 
     def facts(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
@@ -207,7 +202,7 @@ class LoaderBatches(Source):
     def beside(self) -> LoaderBatches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
         other = shallow_copy(self)
-        other._sets_epoch, other._loaded, other._own_state = False, None, None
+        other._sets_epoch, other._sought, other._stateful = False, None, None
         other._generators = self._generators.beside()
         return other
 
@@ -220,54 +215,43 @@ class LoaderBatches(Source):
         """The loader's and samplers' own random generators: an evaluation restores them."""
         return self._generators.found
 
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the states of the loader's and samplers' own generators, and the random states of the workers."""
-        return self._loaded or {
-            "generators": self._generators.state_dict(),
+        return self._sought or {
+            "generators": self._generators.position(),
             "facts": self.facts(),
-            "workers": self._record.state_dict(self._loader.num_workers),
+            "workers": self._record.position(self._loader.num_workers),
             "draws_on": self._draws_on,
-            "asked": None if self._own_state is None else self._own_state.state_dict(),
+            "state": None if self._stateful is None else self._stateful.position(),
         }
 
-    def load_state_dict(self, tree: dict[str, Any]) -> str | None:
-        """Load a saved state, for the next epoch; DataError where the loader is another one.
+    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at a saved position; DataError where the loader is another one.
 
-        Returns a line where the rows will be the same, and the random draws in workers will not.
+        Returns a line where the rows will be the same, and the random draws in workers will not. On another number of
+        ranks, a stream of which each has a part of its own continues only at the start of an epoch.
         """
-        check_kind(tree, LOADER)
+        check_kind(position, LOADER)
         what = "the loader is not what it was when the state was saved"
-        check_facts(self.facts(), tree["facts"], what=what, fix="build the loader as it was")
-        self._generators.load_state_dict(tree["generators"])
-        self._loaded, self._other_size = tree, False
-        have, saved = self._loader.num_workers, tree["workers"]["number"]
-        if have == saved:
-            return None
-        return f"resumed with num_workers={have}, saved with {saved}: the rows are the same, their random draws are not"
-
-    def process_state(self) -> dict[str, Any]:
-        """Return the state of this rank: random states of its workers, and the state of its data."""
-        state = self.state_dict()
-        return {"workers": state["workers"], "asked": state["asked"]}
-
-    def load_process_state(self, tree: dict[str, Any] | None) -> str | None:
-        """Load the state of this rank after the common one; None: another number of processes saved it.
-
-        Returns a line where then the rows will be the same, and the random draws in workers will not. A stream of
-        which each process has a part of its own goes on only at the start of an epoch.
-        """
-        if self._loaded is None:
-            return None
-        if tree is not None:
-            self._loaded = {**self._loaded, **tree}
-            return None
-        self._other_size = True
-        if not self.by_numbers and not self.sharded:
-            return None  # each process reads all, and so as the first one did
-        self._loaded = {**self._loaded, "workers": Record().state_dict(self._loader.num_workers)}
-        if self.sharded:
-            self._loaded["asked"] = None
-        return self.other_size_note
+        check_facts(self.facts(), position["facts"], what=what, fix="build the loader as it was")
+        have, saved = self._loader.num_workers, position["workers"]["number"]
+        lines = []
+        if have != saved:
+            same = "the rows are the same, their random draws are not"
+            lines.append(f"resumed with num_workers={have}, saved with {saved}: {same}")
+        if other_size and (self.by_numbers or self.sharded):  # else each rank reads all, and so as the first one did
+            position = {**position, "workers": WorkerStates().position(have)}
+            if self.sharded:
+                position["state"] = None
+            if self.other_size_note:
+                lines.append(self.other_size_note)
+        self._generators.seek(position["generators"], ended=ended)
+        self._sought, self._other_size = position, other_size
+        if ended:
+            self._record = WorkerStates()
+            self._restore_workers(position, inside=False, given=None)
+            self._restore_data(position, None)
+        return "; ".join(lines) or None
 
     @property
     def other_size_note(self) -> str | None:
@@ -276,18 +260,18 @@ class LoaderBatches(Source):
             return None
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
-    def _way(self, loaded: dict[str, Any] | None) -> str:
-        """Return how the first batches are left out: "skip" in the order, read "past", or "asked": the data seek."""
+    def _way(self, sought: dict[str, Any] | None) -> str:
+        """Return how the first batches are left out: "skip" in the order, read "past", or the data "seek" them."""
         loader = self._loader
-        if loaded is not None and self._own_state is not None and not self._own_state.rows_by_number:
-            return "asked"
-        draws_on = not loader.num_workers and loaded is not None and loaded["draws_on"] and not self._cuts
+        if sought is not None and self._stateful is not None and not self._stateful.rows_by_number:
+            return "seek"
+        draws_on = not loader.num_workers and sought is not None and sought["draws_on"] and not self._cuts
         past = isinstance(loader.dataset, IterableDataset) or iterates_itself(loader) or not has_twin(loader)
         return "past" if past or draws_on else "skip"
 
-    def _go_back(self, loaded: dict[str, Any], *, inside: bool, given: int | None) -> None:
+    def _restore_workers(self, position: dict[str, Any], *, inside: bool, given: int | None) -> None:
         """Restore the random states of the workers of the saved run."""
-        workers, attributes = loaded["workers"], vars(self._loader)
+        workers, attributes = position["workers"], vars(self._loader)
         record = self._record
         if workers["number"] != self._loader.num_workers or not has_twin(self._loader):
             return
@@ -296,8 +280,8 @@ class LoaderBatches(Source):
             attributes["_iterator"] = None  # its workers have another history
         if workers["seed"] is None or not (inside or persistent):
             return
-        record.take_over(workers, given=given, inside=inside)
-        if persistent and (not inside or workers["kept"]):
+        record.restore(workers, given=given, inside=inside)
+        if persistent and (not inside or workers["persisted"]):
             self._order.closed = True
             try:
                 with rng_preserved(self._generators.found):
@@ -305,16 +289,16 @@ class LoaderBatches(Source):
             finally:
                 self._order.closed = False
 
-    def _ask(self, loaded: dict[str, Any], given: int | None) -> None:
-        if self._own_state is not None:
-            self._own_state.load(loaded["asked"], given=given)
+    def _restore_data(self, position: dict[str, Any], given: int | None) -> None:
+        if self._stateful is not None:
+            self._stateful.seek(position["state"], given=given)
 
     def _opened(self, skip: int) -> Iterator[Any]:
         """A pass that begins after `skip` batches of the order, which are pulled at once, with the random state now."""
         loader, order = self._loader, self._order
         order.skip = skip
         if self._cuts:
-            from trainwright.data.dataloader.slicing import Dealt
+            from trainwright.data.slicing import Dealt
 
             lists = loader.batch_sampler is not None
             order.deals = partial(Dealt, part=self._part, most=self._most, by_lists=lists)

@@ -1,4 +1,4 @@
-"""`bucketed(...)`: rows of unequal length in batches of neighbouring lengths, so that little of them is padding."""
+"""`bucketed(...)`: batches of rows of neighboring lengths, so that little of a batch is padding."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from trainwright.data.arrays import Table, TableRows
 from trainwright.data.row_batches import Batches, BatchSettings
 from trainwright.data.seeded import SeededRows, mixed_seed, rows_of
 
-_ITS_OWN = 3
-"""Told beside seed and epoch where the order is drawn: not what `batches` draws there."""
+_STREAM = 3
+"""Seeds the order beside seed and epoch, apart from that of `batches`."""
 
 
 @suggests
@@ -37,22 +37,22 @@ def bucketed(
     workers: int = 0,
     slack: float = 0.1,
 ) -> Bucketed:
-    """Batches of rows of neighbouring lengths, each row once; otherwise as `batches` gives them.
+    """Return batches of rows of neighboring lengths, each row once; a variant of `batches`.
 
     `lengths` are the lengths of all rows, or a function of a row, which is called once with each. A batch has at most
     `batch_size` rows, and padded to its longest row at most `tokens` positions; one of the two, or both. Rows are
-    sorted by length; with `shuffle` batches are mixed of rows that are shorter than the longest by at most a `slack` of
-    its length, or are neighbours where a batch has no room for more, and come in any order: it is a function of
-    (seed, epoch), and every epoch has as many batches. Without `shuffle` the longest come first. `collate` makes a
-    batch of rows: `pad(...)`, `pack(...)`, `nest(...)`.
-    Raises DataError for a row that is longer than `tokens`, and for lengths that are not those of the rows.
+    sorted by length. With `shuffle`, rows that are shorter than the longest of a batch by at most a `slack` of its
+    length are mixed (neighbors alone where a batch has no room for more), and batches come in random order: it is a
+    function of (seed, epoch), and every epoch has as many batches. Without `shuffle` the longest come first. `collate`
+    makes a batch of rows, as `pad(...)` does. Raises DataError for a row that is longer than `tokens`, and for lengths
+    that are not those of the rows.
     """
     if collate is not None and not callable(collate):
         raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")
     rows = rows_of(data, collate)
     buckets = Buckets(lengths=_lengths_of(rows, lengths), batch_size=batch_size, tokens=tokens, slack=slack)
     if drop_last and tokens is not None:
-        raise SettingError("bucketed(drop_last=True, tokens=...)", want="one of the two: no batch but one is not full")
+        raise SettingError("bucketed(drop_last=True, tokens=...)", want="one of the two: all batches but one are full")
     order: dict[str, Any] = {"shuffle": shuffle, "seed": seed, "drop_last": drop_last, "workers": workers}
     settings = BatchSettings(batch_size=buckets.most_rows(), varies=tokens is not None, **order)
     return Bucketed(rows, settings, buckets)
@@ -60,7 +60,7 @@ def bucketed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """How rows of these lengths are cut into batches."""
+    """The division of rows of these lengths into batches."""
 
     lengths: Tensor
     """Of all rows, int64."""
@@ -86,23 +86,23 @@ class Buckets:
             )
 
     def most_rows(self) -> int:
-        """Rows of a batch at most."""
+        """Return the most rows that a batch can have."""
         shortest = int(self.lengths.min()) if len(self.lengths) else 0
         return self._size(shortest)
 
     def number(self, *, drop_last: bool) -> int:
-        """Batches of an epoch: it follows from the lengths alone."""
+        """Return the batches of an epoch: a function of the lengths alone."""
         if drop_last:
             assert self.batch_size is not None
             return len(self.lengths) // self.batch_size
         return sum(-(-(stop - start) // size) for start, stop, size in self._pools(self.lengths.sort()[0].flip(0)))
 
-    def dealt(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> list[Tensor]:
-        """The row numbers of every batch of an epoch."""
+    def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> list[Tensor]:
+        """Return the row numbers of every batch of an epoch."""
         lengths = self.lengths
-        draws = torch.Generator().manual_seed(mixed_seed(seed, epoch, _ITS_OWN))
+        draws = torch.Generator().manual_seed(mixed_seed(seed, epoch, _STREAM))
         rows = torch.randperm(len(lengths), generator=draws) if shuffle else torch.arange(len(lengths))
-        if drop_last:  # any rows are left out, not always the shortest
+        if drop_last:  # drop random rows, not always the shortest
             assert self.batch_size is not None
             rows = rows[: len(rows) // self.batch_size * self.batch_size]
         sorted_lengths, at = lengths[rows].sort(descending=True, stable=True)
@@ -116,7 +116,7 @@ class Buckets:
         return [batches[index] for index in order]
 
     def _pools(self, lengths: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Where rows are mixed, from the longest on: (first, end, rows of a batch); all but the last batch are full."""
+        """Yield the ranges in which rows are mixed, longest first: (start, stop, rows of a batch)."""
         start, negative = 0, -lengths.to(torch.float64)
         while start < len(lengths):
             longest = int(lengths[start])
@@ -132,7 +132,7 @@ class Buckets:
 
 
 def padding_share(lengths: Tensor, batches: Sequence[Tensor]) -> float:
-    """The share of padding among all positions, where each batch is padded to its longest row; 0 where there are none.
+    """Return the share of padding among all positions, where each batch is padded to its longest row; 0 for none.
 
     `lengths` are those of all rows, `batches` the row numbers of each.
     """
@@ -141,25 +141,25 @@ def padding_share(lengths: Tensor, batches: Sequence[Tensor]) -> float:
 
 
 class Bucketed(Batches):
-    """A data set, dealt into batches of neighbouring lengths; made by `bucketed`."""
+    """A data set in batches of neighboring lengths; made by `bucketed`."""
 
     _padding: str | None = None
-    """What the header says of padding; None before somebody asks."""
+    """The share of padding, for the header; None before it is computed."""
 
     def __init__(self, rows: Table | SeededRows, settings: BatchSettings, buckets: Buckets) -> None:
         self._buckets = buckets
         super().__init__(rows, settings, None)
 
     def order(self, epoch: int = 0) -> list[list[int]]:
-        """The row numbers of every batch of an epoch, to put outputs back into the order of the rows."""
+        """Return the row numbers of every batch of an epoch, to sort outputs by row."""
         return [rows.tolist() for rows in self._batches(self._draw_seed(), epoch)]
 
     def padding(self, epoch: int = 0) -> float:
-        """The share of padding in an epoch, where each batch is padded to its longest row."""
+        """Return the share of padding in an epoch, where each batch is padded to its longest row."""
         return padding_share(self._buckets.lengths, self._batches(self._seed or 0, epoch))
 
     def padding_mixed(self, epoch: int = 0) -> float:
-        """The share of padding that there would be, were the rows dealt into as many batches in any order."""
+        """Return the share of padding of as many batches in random order."""
         lengths = self._buckets.lengths
         draws = torch.Generator().manual_seed(mixed_seed(self._seed or 0, epoch))
         rows = torch.randperm(len(lengths), generator=draws)
@@ -173,7 +173,7 @@ class Bucketed(Batches):
         return f"bucketed by length: {self._padding}"
 
     def describe(self) -> str:
-        """Rows, batch size, order."""
+        """Return rows, batch size and order."""
         return f"{super().describe()}, by length"
 
     def facts(self) -> dict[str, Any]:
@@ -184,7 +184,7 @@ class Bucketed(Batches):
 
     @property
     def in_memory(self) -> bool:
-        """Whether a batch is one gather from a table: not here, where rows are fetched."""
+        """Whether a batch is one gather from a table: False, since rows are fetched."""
         return False
 
     def _measure(self) -> None:
@@ -197,14 +197,14 @@ class Bucketed(Batches):
 
     def _batches(self, seed: int, epoch: int) -> list[Tensor]:
         settings = self._settings
-        return self._buckets.dealt(seed, epoch, shuffle=settings.shuffle, drop_last=settings.drop_last)
+        return self._buckets.batches(seed, epoch, shuffle=settings.shuffle, drop_last=settings.drop_last)
 
     def _row_numbers(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
         return (rows.tolist() for rows in self._batches(seed, epoch)[skip:])
 
 
 def _lengths_of(rows: Table | SeededRows, lengths: Any) -> Tensor:
-    """The lengths as whole numbers, one for each row."""
+    """Return the lengths as whole numbers, one for each row."""
     if callable(lengths):
         given: Any = TableRows(rows) if isinstance(rows, Table) else rows.dataset
         with rng_preserved():
@@ -213,8 +213,8 @@ def _lengths_of(rows: Table | SeededRows, lengths: Any) -> Tensor:
         found = torch.as_tensor(lengths) if len(lengths) > 0 else torch.zeros(0, dtype=torch.int64)
     except (TypeError, ValueError, RuntimeError):
         raise _no_lengths(rows, f"a {type(lengths).__name__}") from None
-    whole = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
-    if not whole or found.shape != (len(rows),) or (len(rows) and int(found.min()) < 0):
+    integral = not (found.is_floating_point() or found.is_complex() or found.dtype == torch.bool)
+    if not integral or found.shape != (len(rows),) or (len(rows) and int(found.min()) < 0):
         raise _no_lengths(rows, f"{tuple(found.shape)} {found.dtype}")
     return found.to("cpu", torch.int64)
 

@@ -1,25 +1,33 @@
-"""`together(...)`: several loaders read side by side, whose batches come as one dict."""
+"""`together(...)`: a zip of loaders, whose batches come as one dict."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from copy import copy
 from keyword import iskeyword
-from typing import Any, cast
+from typing import Any
 
-from trainwright.core.errors import SettingError
+import torch
+
+from trainwright.core.errors import DataError, SettingError
+from trainwright.core.rng import rng_preserved, seed
 from trainwright.core.suggestions import did_you_mean
+from trainwright.data.dataloader.loader import LoaderBatches
+from trainwright.data.opening import mark, open_source, takes_batch_size
 from trainwright.data.row_batches import Batches
-from trainwright.data.source import Source
-from trainwright.data.sources import open_source, takes_batch_size
-from trainwright.data.transforms.side_by_side import LENGTHS, SideBySide
+from trainwright.data.seeded import mixed_seed
+from trainwright.data.source import TOGETHER, Source, check_facts, check_kind, shallow_copy
+from trainwright.data.streams import Continuing
+from trainwright.distributed.mesh import Shard, Slice
+
+LENGTHS = ("longest", "shortest")
 
 
 def together(*, length: str = "longest", **loaders: Any) -> Together:
-    """Several loaders side by side: each batch is a dict of one batch of each, by their names.
+    """Zip several loaders: each batch is a dict of one batch of each, by their names.
 
     `loaders` are whatever `train` may be, by keywords. One of them gives the epoch, anew each time: the "longest", the
-    "shortest", or the one that `length` names. The others go on from epoch to epoch where they stopped, and begin
+    "shortest", or the one that `length` names. The others continue from epoch to epoch where they stopped, and begin
     their next pass when they end, so that each of their rows has its turn. A batch counts as many rows as that of the
     first loader; a step whose loss is a mean over something else returns `MeanLoss` or `SumLoss` with its own count.
     SettingError for fewer than two loaders, for names that cannot be keywords, and for one loader under two names.
@@ -28,19 +36,15 @@ def together(*, length: str = "longest", **loaders: Any) -> Together:
 
 
 class Together:
-    """Loaders to be read side by side; made by `together`."""
+    """A zip of loaders; made by `together`."""
 
     def __init__(self, loaders: Mapping[str, Any], length: str) -> None:
         self.loaders = {name: copy(one) if isinstance(one, Batches) else one for name, one in loaders.items()}
-        """What was made by `batches` is read here by itself: it may be read elsewhere too."""
+        """Those that `batches` made are copies: the originals may be read elsewhere too."""
         self.length = length
         self._by_hand: Source | None = None
         self._passes = 0
-        _check_names(loaders)
-        for name, one in loaders.items():
-            if isinstance(one, str):
-                meant = did_you_mean(name, ("length",))
-                raise SettingError(f"together({name}={one!r}): a string is no loader.{meant}", where=True)
+        _check_loaders(loaders)
         if length not in (*LENGTHS, *loaders):
             names = ", ".join(map(repr, (*LENGTHS, *loaders)))
             meant = did_you_mean(length, (*LENGTHS, *loaders)) if isinstance(length, str) else ""
@@ -60,35 +64,284 @@ class Together:
         return self._opened().epoch(self._passes - 1)
 
     def source(self, *, batch_size: int | None, shuffle: bool, role: str) -> Source:
-        """The batches as a run reads them; `batch_size` is for those loaders that are rows."""
-        nobody = not any(map(takes_batch_size, self.loaders.values()))  # then the first refuses it
+        """Return the source of a run; `batch_size` is for those loaders that are rows."""
+        none_takes_it = not any(map(takes_batch_size, self.loaders.values()))  # then the first refuses it
         sources = {
             name: open_source(
-                data, batch_size=batch_size if nobody or takes_batch_size(data) else None, shuffle=shuffle, role=role
+                data,
+                batch_size=batch_size if none_takes_it or takes_batch_size(data) else None,
+                shuffle=shuffle,
+                role=role,
             )
             for name, data in self.loaders.items()
         }
-        return cast(Source, SideBySide(sources, length=self.length, role=role))
+        return Zip(sources, length=self.length, role=role)
 
     def _opened(self) -> Source:
         if self._by_hand is None:
-            apart = Together(self.loaders, self.length)  # a run may read these
-            self._by_hand = apart.source(batch_size=None, shuffle=False, role="train")
+            other = Together(self.loaders, self.length)  # a run may read these
+            self._by_hand = other.source(batch_size=None, shuffle=False, role="train")
         return self._by_hand
 
 
-def _check_names(loaders: Mapping[str, Any]) -> None:
-    for name in loaders:
-        if not name.isidentifier() or iskeyword(name) or name in LENGTHS:
-            fix = "together(clean=..., noisy=...)"
-            raise SettingError(
-                f"together(**{{{name!r}: ...}})", want="names that are identifiers, and no length", fix=fix
+class Zip(Source):
+    """The sources of several loaders, read in step.
+
+    The leader gives the epoch and is read as it is alone. The others are `Continuing`. Where the order of a pass can be
+    drawn at its start, it is drawn from a random state that follows from the one before: any number of ranks draw the
+    same order.
+    """
+
+    def __init__(self, sources: dict[str, Source], *, length: str, role: str) -> None:
+        self._role = role
+        self._sources = sources
+        self.draws_global_rng = any(one.draws_global_rng for one in sources.values())
+        for name, source in sources.items():
+            if not source.repeatable:
+                raise DataError(
+                    f"{role} data: together({name}=...) can be iterated only once",
+                    have=source.describe(),
+                    want="loaders that can be read again",
+                    fix="a list of the batches, or a function epoch -> batches",
+                )
+        self._leader = self._leading(length)
+        self._open_streams()
+        self._measure()
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """Return the batches of `epoch` without its first `skip`."""
+        with rng_preserved():
+            drawn = int(torch.empty((), dtype=torch.int64).random_())
+        iterators = {self._leader: self._streams[self._leader].epoch(epoch, skip)}
+        self._measure()  # a function of the epoch may return more or fewer batches
+        for index, (name, stream) in enumerate(self._streams.items()):
+            if name in self._dealt:
+                with rng_preserved():  # the first pass of each loader is drawn from a random state of its own
+                    seed(mixed_seed(drawn, index))
+                    iterators[name] = stream.epoch(epoch, skip)
+            elif name != self._leader:
+                iterators[name] = stream.epoch(epoch, skip)
+        return self._zipped(iterators)
+
+    def deal(self, part: Shard | None) -> None:
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
+
+        DataError where some loaders are each rank's own part and others are not, and where a batch of one has rows for
+        fewer ranks than that of another.
+        """
+        self._part = part
+        for one in self._sources.values():
+            one.deal(part)
+        if part is not None:
+            self._check_parts(part)
+        self._deal_streams()
+        self._measure()
+
+    def beside(self) -> Zip:
+        """Return a copy for a pass beside training, which reads the loaders from their start."""
+        other = shallow_copy(self)
+        other._sources = {name: one.beside() for name, one in self._sources.items()}
+        other._open_streams()
+        return other
+
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        for one in self._streams.values():
+            one.commit()
+
+    def position(self) -> dict[str, Any]:
+        """Return the positions of all loaders."""
+        return {"facts": self.facts(), "loaders": {name: one.position() for name, one in self._streams.items()}}
+
+    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at saved positions; DataError where the loaders are not those of the save."""
+        check_kind(position, TOGETHER)
+        what = "the loaders are not those of when the state was saved"
+        check_facts(self.facts(), position["facts"], what=what, fix="write together(...) as it was")
+        saved = position["loaders"]
+        lines = {name: one.seek(saved[name], other_size=other_size, ended=ended) for name, one in self._streams.items()}
+        return _joined(lines)
+
+    def facts(self) -> dict[str, Any]:
+        """Return the properties that must not change between a save and a resume, beside those of each loader."""
+        return {"loaders": ", ".join(self._sources), "epochs of": self._leader}
+
+    def describe(self) -> str:
+        """Return a description of every loader."""
+        lines = {name: f"{name}: {one.describe()}" for name, one in self._sources.items()}
+        return "; ".join(line if name == self._leader else f"{line}, continuing" for name, line in lines.items())
+
+    @property
+    def note(self) -> str:
+        """A line for the header."""
+        return f"together: {self.describe()}"
+
+    @property
+    def own_length(self) -> int | None:
+        """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
+        return self._sources[self._leader].own_length
+
+    @property
+    def generators(self) -> list[Any]:
+        """The loaders' own random generators."""
+        return [generator for one in self._sources.values() for generator in one.generators]
+
+    @property
+    def must_resume(self) -> bool | None:
+        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
+        answers = [one.must_resume for one in self._sources.values()]
+        return next((one for one in answers if one is not None), None)
+
+    @must_resume.setter
+    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        for one in self._sources.values():
+            one.must_resume = must
+
+    @property
+    def resumes(self) -> str:
+        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+        return _joined({name: one.resumes for name, one in self._sources.items()}) or ""
+
+    @property
+    def other_size_note(self) -> str | None:
+        """A line on what differs after a resume on another number of ranks; None where nothing does."""
+        return _joined({name: one.other_size_note for name, one in self._sources.items()})
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the batches are this rank's own part already."""
+        return all(one.sharded for one in self._sources.values())
+
+    @sharded.setter
+    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+        assert sharded
+        for one in self._sources.values():
+            mark(one, self._role)
+
+    def _leading(self, length: str) -> str:
+        """Return the name of the loader that gives the epoch."""
+        if length not in LENGTHS:
+            return length
+        lengths = {name: one.length for name, one in self._sources.items()}
+        for name, one in lengths.items():
+            if one is None:
+                raise DataError(
+                    f"{self._role} data: together(length={length!r}), and {name} has no length",
+                    have=self._sources[name].describe(),
+                    want="loaders with a length, or the name of the one that gives the epoch",
+                    fix=f"together(..., length={next((n for n in lengths if lengths[n] is not None), name)!r})",
+                )
+        choose = max if length == "longest" else min
+        return choose(lengths, key=lambda name: lengths[name] or 0)
+
+    def _open_streams(self) -> None:
+        self._streams: dict[str, Any] = {
+            name: one if name == self._leader else Continuing(one) for name, one in self._sources.items()
+        }
+        self._deal_streams()
+
+    def _deal_streams(self) -> None:
+        """Deal all streams but the leader to the ranks; on a single one those that draw a pass at its start then."""
+        self._dealt = set()
+        """Names of the streams that yield slices."""
+        for name, stream in self._streams.items():
+            if name == self._leader:
+                continue
+            if self._part is not None:
+                stream.deal(self._part)
+                self._dealt.add(name)
+            elif _draws_complete_passes(self._sources[name]) and _deals_to_one(stream):
+                self._dealt.add(name)
+
+    def _measure(self) -> None:
+        """Set batches of an epoch, and rows: those of the first loader, where it gives the epoch."""
+        leader, first = self._sources[self._leader], next(iter(self._sources))
+        self.length = leader.length
+        self.rows = leader.rows if self._leader == first else None
+        self.batch_size = self._sources[first].batch_size
+
+    def _zipped(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
+        """Yield one batch of each; nothing is taken of the others where the leader has none."""
+        others = [(name, iterators[name]) for name in self._sources if name != self._leader]
+        empty = dict.fromkeys(self._sources)
+        for batch in iterators[self._leader]:
+            given = {**empty, self._leader: batch, **{name: self._next(name, one) for name, one in others}}
+            if self._part is not None:
+                yield self._slice(self._part, given)
+            else:
+                yield {name: one.batch if name in self._dealt else one for name, one in given.items()}
+
+    def _next(self, name: str, stream: Iterator[Any]) -> Any:
+        for batch in stream:
+            return batch
+        what = f"{self._role} data: a pass over {name} had no batch"
+        raise DataError(what, have=self._sources[name].describe(), want="at least one batch in every pass")
+
+    def _slice(self, part: Shard, given: dict[str, Slice]) -> Slice:
+        first = next(iter(given.values()))
+        served = {None if one.all_rows is None else part.served(one.all_rows) for one in given.values()}
+        if len(served) > 1:
+            raise self._too_few({name: one.all_rows for name, one in given.items()}, part)
+        return Slice({name: one.batch for name, one in given.items()}, first.rows, first.all_rows)
+
+    def _check_parts(self, part: Shard) -> None:
+        marks = {name: one.sharded for name, one in self._sources.items()}
+        if len(set(marks.values())) > 1:
+            raise DataError(
+                f"{self._role} data: of the loaders that are read together some are each process's own part",
+                have=", ".join(f"{name}: {'its own' if own else 'dealt'}" for name, own in marks.items()),
+                want="all of them dealt, or all of them marked",
+                fix="together(a=sharded(...), b=sharded(...))",
             )
+        if len({(one.rows, one.batch_size) for one in self._sources.values()}) == 1:
+            return  # their short batches come at the same time
+        for name, one in self._sources.items():
+            short = one.rows % one.batch_size if one.rows and one.batch_size else 0
+            if short and part.served(short) < part.size:
+                raise self._too_few({name: short}, part)
+
+    def _too_few(self, rows: Mapping[str, int | None], part: Shard) -> DataError:
+        return DataError(
+            f"{self._role} data: a batch read together has rows for some of {part.size} processes only",
+            have=", ".join(f"{n} rows of {name}" for name, n in rows.items() if n is not None),
+            want=f"at least {part.size * part.least} rows in every batch of every loader",
+            fix="drop_last=True, or another batch size",
+        )
+
+
+def _check_loaders(loaders: Mapping[str, Any]) -> None:
+    for name, one in loaders.items():
+        if not name.isidentifier() or iskeyword(name) or name in LENGTHS:
+            want, fix = "names that are identifiers, and no length", "together(clean=..., noisy=...)"
+            raise SettingError(f"together(**{{{name!r}: ...}})", want=want, fix=fix)
+        if isinstance(one, str):
+            meant = did_you_mean(name, ("length",))
+            raise SettingError(f"together({name}={one!r}): a string is no loader.{meant}", where=True)
     if len(loaders) < 2:
         what = "together() of fewer than two loaders"
         raise SettingError(what, have=", ".join(loaders) or "none", fix="together(a=first, b=second)")
     names = {id(data): name for name, data in reversed(list(loaders.items()))}
     for name, data in loaders.items():
         if names[id(data)] != name:
-            what = f"together({names[id(data)]}=..., {name}=...) are one loader, which stands in one place"
+            what = f"together({names[id(data)]}=..., {name}=...) are one loader"
             raise SettingError(what, want="a loader of its own for each name")
+
+
+def _draws_complete_passes(source: Any) -> bool:
+    """Return whether the order of a pass can be drawn at its start, and its batches need not be cut."""
+    if isinstance(source, LoaderBatches):
+        return source.length is not None and source.by_numbers
+    return isinstance(source, Batches) and source.length is not None
+
+
+def _deals_to_one(stream: Continuing) -> bool:
+    """Deal a stream to one rank; return False where its sampler deals to several already."""
+    try:
+        stream.deal(Shard(0, 1))
+    except DataError:
+        return False
+    return True
+
+
+def _joined(lines: Mapping[str, str | None]) -> str | None:
+    return "; ".join(f"{name}: {line}" for name, line in lines.items() if line) or None

@@ -1,4 +1,4 @@
-"""TensorBoard: the numbers of a run as event files, which go on in the same directory after a resume."""
+"""TensorBoard: the numbers of a run as event files, continued in the same directory after a resume."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ if TYPE_CHECKING:
 class TensorBoardLogger(Observer):
     """Writes losses, learning rates, validations and speeds to event files in `directory`: `tensorboard --logdir`.
 
-    `every`: after how many updates, or seconds, one is written; what is not written is not made either. An update
-    gives `loss`, `lr`, `grad_norm` where it is measured, and each named number; a validation or an epoch gives
-    `val_...`, and the means of training since the epoch began as `epoch/...`. The step of all of them is the update,
-    counted over all stages. A directory shows one run: one that is resumed hides what was written after the update
-    it goes on from, and one that begins anew hides what stood there before. SettingError without the package.
+    `every`: the interval, in updates or seconds, at which an update is written; others are not recorded. An update has
+    `loss`, `lr`, `grad_norm` where it is measured, and each named number; a validation or an epoch has `val_...`, and
+    the means of training since the epoch began as `epoch/...`. The step of all of them is the update, counted over all
+    stages. A directory shows one run: a resumed one hides events after the update that it resumes from, and a new one
+    hides earlier events. SettingError without the package.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, every: Duration = Updates(10)) -> None:  # noqa: B008
@@ -40,22 +40,22 @@ class TensorBoardLogger(Observer):
             raise SettingError("TensorBoardLogger(...) without the package tensorboard", fix=fix)
         self.directory, self.every = local_path(directory, "TensorBoardLogger({})"), every
         self._hides: int | None = 0
-        """The first step of earlier files that is not shown any more; None where all are."""
+        """The first step of earlier files to hide; None for none."""
         self._writer: Any = None
         self._validated = -1
 
     def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
-        """Hide what was written after `update`: it will be done again."""
+        """Hide events after `update`: it will be redone."""
         self._close()
         self._hides = update + 1
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Begin a file of its own, with the first number."""
+        """Begin a new file, with the first number."""
         self._close()
         self._validated = -1
 
     def on_update(self, update: Update) -> None:
-        """Write an update that was applied; one that was held back has no step of its own."""
+        """Write an update that was applied; a skipped one has no step of its own."""
         if update.skipped:
             return
         numbers = {"loss": update.loss, "lr": update.lr, **update.values}
@@ -66,7 +66,7 @@ class TensorBoardLogger(Observer):
         self._write(update.update, numbers)
 
     def on_validate(self, record: Validation) -> None:
-        """Write a validation; the one at an early end as `final/...`, apart from the curves that a resume goes on."""
+        """Write a validation; the one at an early end as `final/...`, apart from the curves that a resume continues."""
         self._validated = record.update
         rates = ("epoch", "update", "lr")
         means = {name: value for name, value in record.metrics.items() if name not in rates and name[:3] != "lr_"}
@@ -82,19 +82,19 @@ class TensorBoardLogger(Observer):
             self.on_validate(record)
 
     def on_speed(self, speed: Speed) -> None:
-        """Write how fast training went."""
+        """Write the speed of training."""
         names = ("rows_per_second", "updates_per_second", "waiting", "mfu")
-        told = {f"speed/{name}": value for name in names if (value := getattr(speed, name)) is not None}
-        self._write(speed.update, told | {f"memory/{kind}": size for kind, size in speed.memory.items()})
+        speeds = {f"speed/{name}": value for name in names if (value := getattr(speed, name)) is not None}
+        self._write(speed.update, speeds | {f"memory/{kind}": size for kind, size in speed.memory.items()})
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
-        """Write what weights, gradients and an update look like, by parameter."""
+        """Write statistics of weights, gradients and an update, by parameter."""
         names = ("weight_norm", "weight_max", "weight_zeros", "grad_norm", "grad_max", "grad_zeros", "update_ratio")
-        told = [(kind, name, getattr(one, kind)) for name, one in statistics.parameters.items() for kind in names]
-        self._write(statistics.update, {f"{kind}/{name}": value for kind, name, value in told if value is not None})
+        values = [(kind, name, getattr(one, kind)) for name, one in statistics.parameters.items() for kind in names]
+        self._write(statistics.update, {f"{kind}/{name}": value for kind, name, value in values if value is not None})
 
     def on_save(self, saved: Saved) -> None:
-        """Hand what is written to the system: a run that goes on from this checkpoint finds it."""
+        """Flush: a run that resumes from this checkpoint finds the events before it."""
         if self._writer is not None:
             self._writer.flush()
 

@@ -1,9 +1,9 @@
-"""Random generators that loaders, samplers and data sets hold: their states are saved and restored."""
+"""State that loaders, samplers and data sets hold: random generators, and `state_dict` of their own."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from functools import lru_cache
 from typing import Any
@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
@@ -39,12 +40,13 @@ class Generators:
         self._stateful = {name: owner for name, owner in distinct.values() if is_stateful(owner)}
         self._epoch = -1
         self._start = self._states()
-        self._loaded: dict[str, Any] | None = None
+        self._sought: dict[str, Any] | None = None
+        """The position that the next epoch begins at."""
 
     @property
     def epoch(self) -> int:
-        """The current epoch, or the loaded one that is not begun yet."""
-        return self._epoch if self._loaded is None else int(self._loaded["epoch"])
+        """The current epoch, or that of the position sought, if it has not begun yet."""
+        return self._epoch if self._sought is None else int(self._sought["epoch"])
 
     @property
     def found(self) -> list[Any]:
@@ -57,31 +59,25 @@ class Generators:
         return bool(self._stateful)
 
     def begin(self, epoch: int) -> None:
-        """Record the states at the start of `epoch`, after restoring a loaded state."""
-        if self._loaded is not None:
-            self._put(self._loaded["start" if self._loaded["epoch"] == epoch else "now"])
-            self._loaded = None
+        """Record the states at the start of `epoch`, after restoring those of a position sought."""
+        sought, self._sought = self._sought, None
+        if sought is not None and sought["epoch"] == epoch:
+            self._set_generators(sought["start"])
+            self._load_samplers(sought["start"])
+        elif sought is not None:  # the generators are set already, and those of rank 0 were broadcast since
+            self._load_samplers(sought["now"])
         self._epoch, self._start = epoch, self._states()
 
-    def seek_loaded(self) -> None:
-        """Restore the states at the save at once: no epoch follows, and others draw from the same objects."""
-        if self._loaded is None:
-            return
-        now = self._loaded["now"]
-        self._put(now)
-        for name, sampler in self._stateful.items():
-            if is_inside_pass(sampler):
-                sampler.load_state_dict(deepcopy(now[name]))
-        self._put(now, samplers=False)
-        self._epoch, self._start, self._loaded = self._loaded["epoch"], self._loaded["start"], None
-
-    def state_dict(self) -> dict[str, Any]:
+    def position(self) -> dict[str, Any]:
         """Return the current epoch (-1 before the first), the states at its start, and the present states."""
-        return self._loaded or {"epoch": self._epoch, "start": dict(self._start), "now": self._states()}
+        return self._sought or {"epoch": self._epoch, "start": dict(self._start), "now": self._states()}
 
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load a saved state; it takes effect when the next epoch begins."""
-        have, want = {*self._found, *self._stateful}, set(tree["start"])
+    def seek(self, position: dict[str, Any], *, ended: bool) -> None:
+        """Set the generators to their states at the save at once, and samplers when the next epoch begins.
+
+        `ended`: samplers too are set at once, because other sources read them.
+        """
+        have, want = {*self._found, *self._stateful}, set(position["start"])
         if have != want:
             raise DataError(
                 "the saved state belongs to another loader: its random generators differ",
@@ -89,20 +85,30 @@ class Generators:
                 want=", ".join(sorted(want)) or "no generator",
                 fix="build loader and sampler as when the state was saved, or fit(..., resume_data=False)",
             )
-        self._loaded = {"epoch": int(tree["epoch"]), "start": tree["start"], "now": tree["now"]}
+        epoch, start, now = int(position["epoch"]), position["start"], position["now"]
+        self._sought = {"epoch": epoch, "start": start, "now": now}
+        self._set_generators(now)
+        if ended:
+            self._epoch, self._start, self._sought = epoch, start, None
+            self._load_samplers(now)
+            self._load_samplers(now, only=is_inside_pass)
+            self._set_generators(now)
 
     def beside(self) -> Generators:
         """Return a copy for a pass beside training: it draws from the present states, in whatever epoch."""
         other = copy(self)
-        if self._loaded is not None:
-            other._loaded = {**self._loaded, "start": self._loaded["now"]}
+        if self._sought is not None:
+            other._sought = {**self._sought, "start": self._sought["now"]}
         return other
 
-    def _put(self, states: dict[str, Any], *, samplers: bool = True) -> None:
+    def _set_generators(self, states: dict[str, Any]) -> None:
         for name, generator in self._found.items():
             generator.set_state(states[name])
-        for name, sampler in self._stateful.items() if samplers else ():
-            sampler.load_state_dict(deepcopy(states[name]))
+
+    def _load_samplers(self, states: dict[str, Any], *, only: Callable[[Any], bool] | None = None) -> None:
+        for name, sampler in self._stateful.items():
+            if only is None or only(sampler):
+                sampler.load_state_dict(deepcopy(states[name]))
 
     def _states(self) -> dict[str, Any]:
         states = {name: generator.get_state() for name, generator in self._found.items()}
@@ -193,3 +199,68 @@ def is_generator(value: Any) -> bool:
 def _is_from_numpy(kind: type) -> bool:
     """Return whether a class is one of NumPy's random module, or built on one."""
     return any(one.__module__.startswith("numpy.random") for one in kind.__mro__)
+
+
+class StatefulData:
+    """A loader or data set with `state_dict` and `load_state_dict`, and its state behind the committed batches."""
+
+    def __init__(self, data: Any, *, rows_by_number: bool = False) -> None:
+        self.data = data
+        """The object with the state."""
+        self.rows_by_number = rows_by_number
+        """Whether the state holds no position: rows are fetched by number."""
+        self._given = 0
+        self._begun = False
+        self._committed: dict[str, Any] | None = None
+
+    def counted(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
+        """Count the batches of a pass, after `given` that were given before."""
+        self._begun, self._given, self._committed = True, given, None
+        return self._counting(iterator)
+
+    def commit(self) -> None:
+        """Capture the state: all batches yielded so far are trained on."""
+        if self._begun:
+            self._committed = self._now()
+
+    def position(self) -> dict[str, Any] | None:
+        """Return the committed state with its number of batches; None before the first pass."""
+        if not self._begun:
+            return None
+        return self._now() if self._committed is None else self._committed
+
+    def seek(self, position: dict[str, Any] | None, *, given: int | None) -> None:
+        """Restore the state after `given` batches of its epoch; None: in whatever place it was saved."""
+        if position is None:
+            return
+        if given not in (None, position["given"]):
+            raise not_there(position["given"], given)
+        self.data.load_state_dict(deepcopy(position["state"]))
+        self._begun, self._given, self._committed = True, position["given"], position
+
+    def _counting(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        for batch in iterator:
+            self._given += 1
+            yield batch
+
+    def _now(self) -> dict[str, Any]:
+        return {"given": self._given, "state": deepcopy(self.data.state_dict())}
+
+
+def stateful_data(data: Any) -> StatefulData | None:
+    """Return the state of `data`, or of a loader's data set; None where neither has one."""
+    if is_stateful(data):
+        return StatefulData(data)
+    # Workers have copies of the data set, whose states come with their batches.
+    if not isinstance(data, DataLoader) or data.num_workers or not is_stateful(data.dataset):
+        return None
+    return StatefulData(data.dataset, rows_by_number=not isinstance(data.dataset, IterableDataset))
+
+
+def not_there(saved: int, given: int | None) -> DataError:
+    """Return the error of a resume at a batch without a saved state."""
+    return DataError(
+        f"the data cannot go on after {given} batches of the epoch",
+        have=f"after {saved} batches",
+        fix="resume from another checkpoint of the run, or fit(..., resume_data=False)",
+    )

@@ -16,7 +16,6 @@ from torch.nn import functional as F
 
 from trainwright import EMA, Checkpoint, Trainer, Updates, accuracy, batches
 from trainwright.acceleration.transfer import SLOTS, Moving
-from trainwright.data import prefetch
 from trainwright.fit.arguments import bound_hooks
 
 from .models import assert_twins, build, ready
@@ -134,83 +133,3 @@ def test_on_a_cuda_device_batches_move_through_slots_unless_to_device_is_the_use
     through, own, nothing, plain = moves
     assert isinstance(through, Moving) and through.device.type == "cuda"
     assert own.__func__ is Own.to_device and nothing is None and plain.__func__ is Trainer.to_device
-
-
-class Stream:
-    """Batches that are made while they are read, from a generator of their own, and know where they stand."""
-
-    def __init__(self, rows=30, *, breaks_at=None):
-        self.rows, self.at, self.breaks_at = rows, 0, breaks_at
-        self.generator = torch.Generator().manual_seed(4)
-
-    def __iter__(self):
-        while self.at < self.rows:
-            if self.at == self.breaks_at:
-                raise OSError("broken")
-            size = int(torch.randint(1, 6, (), generator=self.generator))
-            self.at += size
-            x = torch.randn(size, 6, generator=self.generator)
-            yield x, torch.randint(4, (size,), generator=self.generator)
-        self.at = 0
-
-    def state_dict(self):
-        return {"at": self.at, "generator": self.generator.get_state()}
-
-    def load_state_dict(self, tree):
-        self.at = tree["at"]
-        self.generator.set_state(tree["generator"])
-
-
-def of_stream(data, directory, *, stops_at=None, resume=None, seed=3):
-    """Train on a stream with dropout, a save every other update; stop at an update, or go on from there."""
-
-    class Stopping(Trainer):
-        def after_update(self):
-            if self.progress.updates == stops_at:
-                self.stop("enough")
-
-    made = build("mlp", "adamw")
-    saving = Checkpoint(directory, every=Updates(2), async_save=False)
-    trainer = Stopping(*made, nn.CrossEntropyLoss(), accumulate=2, checkpoint=saving, console=False)
-    torch.manual_seed(seed)
-    result = trainer.fit(data, epochs=4, resume=resume)
-    return made, result
-
-
-@pytest.mark.parametrize("ahead", [1, 2, 6])
-def test_a_stream_read_ahead_trains_what_the_stream_itself_does(ahead, tmp_path):
-    plain, wanted = of_stream(Stream(), tmp_path / "plain")
-    ours, found = of_stream(prefetch(Stream(), ahead), tmp_path / "ours")
-    assert_twins(ours, plain)
-    assert found.history == wanted.history
-
-
-@pytest.mark.parametrize("stops_at", [2, 5, 7])
-def test_a_run_that_reads_ahead_and_is_resumed_ends_as_the_one_that_does_not_and_never_stopped(stops_at, tmp_path):
-    plain, wanted = of_stream(Stream(), tmp_path / "plain")
-    of_stream(prefetch(Stream(), 3), tmp_path / "cut", stops_at=stops_at)
-    ours, found = of_stream(prefetch(Stream(), 3), tmp_path / "cut", resume="auto", seed=99)
-    assert_twins(ours, plain)
-    assert found.history == wanted.history
-
-
-def test_an_error_of_the_data_comes_at_the_same_update_read_ahead_or_not(tmp_path):
-    ends = []
-    for name, data in (("plain", Stream(breaks_at=None)), ("ahead", prefetch(Stream(), 4))):
-        inner = data if name == "plain" else data._data
-        inner.rows, inner.breaks_at = 10_000, at_some_batch()
-        made = build("mlp", "adamw")
-        trainer = Trainer(*made, nn.CrossEntropyLoss(), console=False)
-        torch.manual_seed(3)
-        with pytest.raises(OSError, match="broken"):
-            trainer.fit(data, epochs=1)
-        ends.append((made, trainer.progress.updates, trainer.progress.rows))
-    (plain, *counted), (ours, *ours_counted) = ends
-    assert counted == ours_counted and counted[0] > 3
-    assert_twins(ours, plain)
-
-
-def at_some_batch():
-    """The rows after which the sixth batch of a stream begins."""
-    stream = iter(Stream(10_000))
-    return sum(len(next(stream)[1]) for _ in range(6))

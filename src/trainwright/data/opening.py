@@ -1,10 +1,10 @@
-"""Opens `train` and `val`, whatever they are, as a source of the batches of an epoch."""
+"""Makes sources of batches of all forms of data: `open_source` for a run, `batches` of the rows of a data set."""
 
 from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import nullcontext
 from numbers import Number
 from typing import Any
@@ -14,13 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
-from trainwright.core.errors import DataError
+from trainwright.core.checks import check_flag
+from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import rng_preserved
-from trainwright.data.batches import batches
-from trainwright.data.dataloader.position import PER_EPOCH, check_kind
-from trainwright.data.row_batches import Batches
+from trainwright.core.suggestions import suggests
+from trainwright.data.row_batches import Batches, BatchSettings
+from trainwright.data.seeded import rows_of
 from trainwright.data.sharding import Sharded, matches_environment, reading_part
-from trainwright.data.source import Source, shallow_copy
+from trainwright.data.source import PER_EPOCH, Source, check_kind, shallow_copy
 from trainwright.distributed.mesh import Shard
 
 _FORMS = (
@@ -53,8 +54,8 @@ def _opened(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> S
     if isinstance(data, Sharded):
         return mark(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
     if is_together(data):
-        side_by_side: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
-        return side_by_side
+        zipped: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
+        return zipped
     _refuse_what_is_no_data(data, role)
     if is_function(data):
         return PerEpoch(data, batch_size=batch_size, shuffle=shuffle, role=role)
@@ -66,6 +67,48 @@ def _opened(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> S
     from trainwright.data.streams import ReadyBatches
 
     return LoaderBatches(data, role) if isinstance(data, DataLoader) else ReadyBatches(data, role)
+
+
+@suggests
+def batches(
+    data: Any,
+    batch_size: int | None = None,
+    *,
+    shuffle: bool = False,
+    seed: int | None = None,
+    drop_last: bool = False,
+    collate: Callable[[list[Any]], Any] | None = None,
+    sampler: Iterable[int] | None = None,
+    per_rank: int | None = None,
+    workers: int = 0,
+    in_memory: bool = False,
+) -> Batches:
+    """Batches of `batch_size` rows of a data set; each pass over the result is the next epoch.
+
+    `data` is a map-style `Dataset`, a tensor, an array, or a tuple or dict of equally long ones; a batch of arrays
+    is the same container of tensors. The order is a function of (seed, epoch); `seed=None` is drawn once from
+    torch's global generator at the first pass and saved in the state. A data set's own random draws depend on
+    (seed, epoch, row), and leave the generators of the process as they were. `sampler` gives row numbers instead.
+    `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
+    its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
+    worker processes that fetch rows: neither the order nor a number depends on it. `in_memory=True` reads a small data
+    set, whose rows are always the same, once into memory. Raises DataError for data without a batch.
+    """
+    settings = BatchSettings(
+        batch_size=batch_size, per_rank=per_rank, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers
+    )
+    if collate is not None and not callable(collate):
+        raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")
+    check_flag(in_memory, f"batches(in_memory={in_memory!r})")
+    if sampler is not None:
+        _check_sampler(sampler, shuffle=shuffle)
+    if in_memory:
+        from trainwright.data.reading import read_whole
+
+        rows: Any = read_whole(data, collate=collate, workers=workers)
+    else:
+        rows = rows_of(data, collate)
+    return Batches(rows, settings, sampler)
 
 
 def takes_batch_size(data: Any) -> bool:
@@ -100,7 +143,9 @@ class PerEpoch(Source):
         self._epoch = 0
         self._fresh = True
         """Whether the present data are not yet read."""
-        self._loaded: dict[str, Any] | None = None
+        self._sought: dict[str, Any] | None = None
+        self._other_size = False
+        """Whether another number of ranks saved the position sought."""
         self._measure()
 
     @property
@@ -148,9 +193,9 @@ class PerEpoch(Source):
         """Return nothing: the data of each epoch are compared with the saved ones when they are made."""
         return {}
 
-    def at_boundary(self) -> None:
-        """Record that all batches given so far are trained on."""
-        self._source.at_boundary()
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        self._source.commit()
 
     def beside(self) -> PerEpoch:
         """Return a copy for a pass beside training, whose function makes data of its own: some are readable once."""
@@ -179,44 +224,26 @@ class PerEpoch(Source):
             if not same:
                 self._data, self._source = data, self._opened(data)
                 self._measure()
-        loaded, self._loaded = self._loaded, None
+        sought, self._sought = self._sought, None
         # A state of another epoch's data belongs to those data, unless all epochs share them.
-        if loaded is not None and (same or loaded["epoch"] == epoch):
-            self._source.load_state_dict(loaded["source"])
-            if "process" in loaded:
-                self._source.load_process_state(loaded["process"])
+        if sought is not None and (same or sought["epoch"] == epoch):
+            self._source.seek(sought["source"], other_size=self._other_size)
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
-    def seek_loaded(self) -> None:
-        """Seek the loaded position in data that all epochs share: another `fit` reads them."""
-        if self._loaded is None:
-            return
-        data = _called(self._make, self._loaded["epoch"], self._role)
-        source = self._source if data is self._data else self._opened(data)
-        source.load_state_dict(self._loaded["source"])
-        source.seek_loaded()
+    def position(self) -> dict[str, Any]:
+        """Return the present epoch and the position in its data."""
+        return self._sought or {"epoch": self._epoch, "source": self._source.position()}
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the present epoch and the state of its data."""
-        return self._loaded or {"epoch": self._epoch, "source": self._source.state_dict()}
-
-    def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load a saved state; it takes effect when the data of the next epoch are made."""
-        check_kind(tree, PER_EPOCH)
-        self._loaded = tree
-
-    def process_state(self) -> Any:
-        """Return the state of this rank."""
-        if self._loaded is not None:
-            return self._loaded.get("process")
-        return self._source.process_state()
-
-    def load_process_state(self, tree: Any) -> str | None:
-        """Load the state of this rank after the common one; None: another number of processes saved it."""
-        if self._loaded is not None:
-            self._loaded = {**self._loaded, "process": tree}
-        return self.other_size_note if tree is None else None
+    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+        """Continue at a saved position, in the data that the function makes for the next epoch."""
+        check_kind(position, PER_EPOCH)
+        self._sought, self._other_size = position, other_size
+        if ended:  # only in data that all epochs share: another `fit` reads them
+            data = _called(self._make, position["epoch"], self._role)
+            source = self._source if data is self._data else self._opened(data)
+            source.seek(position["source"], other_size=other_size, ended=True)
+        return self.other_size_note if other_size else None
 
     def _measure(self) -> None:
         self.length, self.rows = self._source.length, self._source.rows
@@ -260,7 +287,7 @@ def is_function(data: Any) -> bool:
 
 
 def is_together(data: Any) -> bool:
-    """Whether data are several loaders, read side by side; their module is imported by those who use it."""
+    """Return whether data are a zip of loaders; its module is imported by those who use it."""
     zipped: Any = sys.modules.get("trainwright.data.transforms.zipped")
     return zipped is not None and isinstance(data, zipped.Together)
 
@@ -277,6 +304,18 @@ def mark(source: Any, role: str) -> Source:
     source.sharded = True
     marked: Source = source
     return marked
+
+
+def _check_sampler(sampler: Any, *, shuffle: bool) -> None:
+    """Refuse a sampler beside `shuffle`, and one that can be iterated once."""
+    if shuffle:
+        raise SettingError("batches(shuffle=True, sampler=...)", want="one of the two", fix="leave one out")
+    if hasattr(sampler, "__next__") or not hasattr(sampler, "__iter__"):
+        raise SettingError(
+            f"batches(sampler={type(sampler).__name__})",
+            want="row numbers that can be iterated anew in each epoch",
+            fix="a list, or an object of a torch Sampler class",
+        )
 
 
 def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:

@@ -1,0 +1,574 @@
+"""Worker processes of a loader: they send their random states with the batches, and their errors are explained."""
+
+from __future__ import annotations
+
+import array
+import atexit
+import os
+import re
+import signal
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from multiprocessing import parent_process
+from typing import Any
+from warnings import warn
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import IterableDataset, get_worker_info
+
+from trainwright.core.errors import NOTE, DataError, listed
+from trainwright.core.rng import host_random_state, set_random_state
+from trainwright.core.torch_private import (
+    EndOfIterable,
+    ExceptionWrapper,
+    LoaderWorkers,
+    ResumeIteration,
+    error_if_any_worker_fails,
+    forget_workers,
+    index_queues,
+    is_shut_down,
+    is_started,
+    replace_worker_messages,
+)
+from trainwright.data.data_state import is_stateful, not_there
+from trainwright.data.seeded import mixed
+from trainwright.data.sharding import set_part
+from trainwright.distributed.mesh import Shard
+
+HANGS_AFTER = 600.0
+"""Seconds without a batch from any worker after which a loader without a timeout of its own is taken to hang."""
+
+
+class WorkerStates:
+    """The random states of the workers of one pass: now, and behind the committed batches."""
+
+    def __init__(self, given: int = 0) -> None:
+        self.states: dict[int, State] = {}
+        """By worker, those states that have moved since it was started."""
+        self.seed: int | None = None
+        """The seed of the workers; None where there are none, or somebody else started them."""
+        self.given = self.committed = given
+        """Batches of the epoch that were yielded, and those of them that were trained on."""
+        self.before: dict[int, State | None] = {}
+        """The states at the last commit of those workers whose states have moved since."""
+        self.start: dict[int, State] = {}
+        """The states that persistent workers had when the pass began."""
+        self.persisted = False
+        """Whether the workers were there before the pass."""
+        self.ended: dict[int, State] = {}
+        """The states of workers after the end of an iterable data set, for those whose pass is over."""
+
+    def commit(self) -> None:
+        """Record that all batches yielded so far are trained on."""
+        self.committed = self.given
+        self.before.clear()
+
+    def update(self, worker: int, moved: State) -> None:
+        """Record the states that came with a batch."""
+        self.before.setdefault(worker, self.states.get(worker))
+        self.states[worker] = {**self.states.get(worker, {}), **moved}
+
+    def begin_pass(self, worker: int, state: State) -> None:
+        """Record the state that a worker begins its next pass with."""
+        self.start[worker] = self.states[worker] = state
+        self.ended.pop(worker, None)
+
+    def position(self, number: int) -> dict[str, Any]:
+        """Return the states behind the committed batches, for a loader with this number of workers."""
+        committed = {worker: state for worker, state in {**self.states, **self.before}.items() if state is not None}
+        return {
+            "number": number,
+            "seed": self.seed,
+            "given": self.committed,
+            "persisted": self.persisted,
+            "states": committed,
+            "start": dict(self.start),
+            "ended": dict(self.ended),
+        }
+
+    def restore(self, position: dict[str, Any], *, given: int | None, inside: bool) -> None:
+        """Restore the states after `given` batches of the pass; None: at its start, or at its end if not `inside`."""
+        if given not in (None, position["given"]):
+            raise not_there(position["given"], given)
+        if not inside:
+            self.states = {**position["states"], **position["ended"]}
+        else:
+            self.states = dict(position["start"] if given is None else position["states"])
+
+
+class Workers(LoaderWorkers):  # type: ignore[misc]
+    """torch's iterator over the worker processes of a loader, started from a given seed and with a given worker.
+
+    `first` is the worker that is asked first in the next pass; after that pass they take turns from number 0 again.
+    `rank` is the process's.
+    """
+
+    _failed: tuple[int, int] | None = None
+    """The batch that an error came in the place of, and the worker that sent it."""
+
+    _broken = False
+    """Whether a worker has died or hangs, so that nobody waits for them at the end."""
+
+    def __init__(
+        self, loader: Any, record: WorkerStates, *, seed: int | None = None, first: int = 0, rank: int = 0
+    ) -> None:
+        self.record, self.first, self._of_rank = record, first, rank
+        self._carries = isinstance(loader.collate_fn, Carrying)
+        self._given_seed = seed
+        self._task_rows: dict[int, Any] = {}
+        self._idle = 0.0
+        self._process = os.getpid()
+        try:
+            with _signals_wait(loader.multiprocessing_context):
+                super().__init__(loader)
+        except BaseException:
+            self._broken = True
+            if is_started(self):
+                self._shutdown_workers()  # the error holds this object, and nobody waits for a collection
+            raise
+        record.seed = self._base_seed
+        _ALIVE.add(self)
+
+    def __next__(self) -> Any:
+        try:
+            error_if_any_worker_fails()  # one that died while nobody listened
+            given = super().__next__()
+        except StopIteration:
+            raise
+        except Exception as error:
+            self.explain(error)
+            raise
+        self.record.given += 1
+        if not self._carries:
+            return given
+        batch, (worker, moved) = given
+        if moved:
+            self.record.update(worker, moved)
+        return batch
+
+    def go_on(self, record: WorkerStates, order: Any, *, first: int) -> None:
+        """Have the next pass made in this order and told to `record`, which takes over what was told so far."""
+        record.states, record.seed, record.persisted = self.record.states, self.record.seed, True
+        record.start = dict(record.states)
+        self.record, self._index_sampler, self.first = record, order, first
+
+    def explain(self, error: Exception) -> None:
+        """Add a note to an error: which worker it was, which rows it was asked for, and what to do."""
+        pids = [process.pid or 0 for process in self._workers]
+        if self._failed is not None:
+            task, worker = self._failed
+            release_frames(error)
+            explain_worker_error(error, pids=pids, worker=worker, asked=[self._task_rows.get(task)])
+            return
+        self._broken = True
+        waited = self._task_info.get(self._rcvd_idx, (None,))
+        named = worker_in_message(error, pids, waited=waited[0])
+        tasks = sorted(task for task, info in self._task_info.items() if info[0] == named and len(info) == 1)
+        explain_worker_error(error, pids=pids, worker=named, asked=[self._task_rows.get(task) for task in tasks])
+
+    def _reset(self, loader: Any, first_iter: bool = False) -> None:
+        self._task_rows.clear()
+        self._failed, self._idle = None, 0.0
+        super()._reset(loader, first_iter)
+        if self.first:  # else workers would go on with the work of others, and nobody would see it
+            raise DataError(f"torch {torch.__version__} lets nobody choose which worker of a loader is asked first")
+
+    def _next_index(self) -> Any:
+        rows = super()._next_index()
+        if len(self._task_rows) > 4 * (len(self._task_info) + 1):
+            self._task_rows = {task: self._task_rows[task] for task in self._task_info}
+        self._task_rows[self._send_idx] = rows
+        return rows
+
+    def _process_data(self, data: Any, *worker: int) -> Any:
+        if isinstance(data, ExceptionWrapper):
+            self._failed = (self._rcvd_idx - 1, worker[0] if worker else -1)
+        return super()._process_data(data, *worker)
+
+    def _try_get_data(self, timeout: float = 5.0) -> tuple[bool, Any]:
+        found: tuple[bool, Any] = super()._try_get_data(timeout)
+        self._idle = 0.0 if found[0] else self._idle + timeout
+        if found[0] and isinstance(found[1][0], Again) and found[1][0].told is not None:
+            self.record.begin_pass(*found[1][0].told)
+        elif found[0] and isinstance(found[1][1], Ended):
+            worker, state = found[1][1].told
+            self.record.ended[worker] = state
+        if not self._timeout and self._idle >= HANGS_AFTER:
+            raise RuntimeError(f"DataLoader timed out after {HANGS_AFTER:g} seconds")
+        return found
+
+    def _shutdown_workers(self) -> None:
+        if self._broken or any(_is_closed(queue) for queue in index_queues(self)):
+            self.kill()
+        super()._shutdown_workers()
+        if is_shut_down(self, default=False):
+            self.kill()  # what hangs has survived the SIGTERM that it was sent
+
+    def kill(self) -> None:
+        """End the workers that are still there."""
+        if os.getpid() != self._process:
+            return
+        forget_workers(self)
+        for process in self._workers:
+            if process.is_alive():
+                process.kill()
+
+    # torch draws the seed in any case; workers that go on with the work of others have that of the others.
+    @property
+    def _base_seed(self) -> int:
+        return self._seed
+
+    @_base_seed.setter
+    def _base_seed(self, drawn: int) -> None:
+        # All processes draw alike; the workers of each draw for rows of their own.
+        own = mixed(drawn, self._of_rank) >> 2 if self._of_rank else drawn
+        self._seed = own if self._given_seed is None else self._given_seed
+
+    @property
+    def _worker_queue_idx_cycle(self) -> Iterator[int]:
+        return self._cycle
+
+    @_worker_queue_idx_cycle.setter
+    def _worker_queue_idx_cycle(self, cycle: Iterator[int]) -> None:
+        for _ in range(self.first):
+            next(cycle)
+        self._cycle, self.first = cycle, 0
+
+
+def _is_closed(queue: Any) -> bool:
+    """Whether a collection has ended a queue before its iterator: workers will not hear that this is the end."""
+    finalizer = getattr(queue, "_close", None)
+    return finalizer is not None and not finalizer.still_active()
+
+
+@contextmanager
+def _signals_wait(context: Any) -> Iterator[None]:
+    """Hold signals to the whole process group back until new workers are ready for them.
+
+    Where they are forked: what another start method starts for good would hold them back for ever.
+    """
+    method = (torch.multiprocessing if context is None else context).get_start_method()
+    if method != "fork" or not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_ALIVE: weakref.WeakSet[Workers] = weakref.WeakSet()
+
+
+def _end_all() -> None:
+    """End what is left when the process ends: multiprocessing would send SIGTERM once, and wait."""
+    for pool in list(_ALIVE):
+        if not is_shut_down(pool, default=True):
+            pool.kill()
+
+
+atexit.register(_end_all)
+
+
+SURVIVES = 30.0
+"""Seconds that a worker lives on after a first SIGTERM: the main process has 20 to end by itself."""
+SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGUSR1", "SIGTERM") if hasattr(signal, name))
+"""What a scheduler or a terminal sends to all processes of a run."""
+
+State = dict[str, Any]
+"""The random states of a worker that have moved, as plain data: "torch", "python", "numpy", and "dataset"."""
+
+
+class Carrying:
+    """A collate function whose batches bring along what has moved: (batch, (worker, `State`))."""
+
+    def __init__(self, collate: Callable[[Any], Any]) -> None:
+        self._collate = collate
+        self._sent: State = {}
+        self._worker = 0
+        self._data: Any = None
+        self._ready: State = {}
+
+    def begin(self, worker: int) -> None:
+        """Take the state of a worker that is ready for its first batch: it would be made again without being told."""
+        info = get_worker_info()
+        data = None if info is None else info.dataset
+        self._worker, self._data = worker, data if is_stateful(data) else None
+        self._sent = self._ready = _packed(host_random_state())
+
+    def begin_again(self) -> tuple[int, State]:
+        """The number of this worker and its state; one that was asked for nothing yet is as it was made ready."""
+        _restore_states(self._ready)  # torch has iterated the data set once before, in vain
+        return self.now()
+
+    def __call__(self, rows: Any) -> Any:
+        """The batch of these rows, and the states that have moved since the last one."""
+        batch = self._collate(rows)
+        self._ready = {}
+        now = _packed(host_random_state())
+        moved = {name: state for name, state in now.items() if self._sent.get(name) != state}
+        self._sent = now
+        if self._data is not None:
+            moved["dataset"] = self._data.state_dict()
+        return batch, (self._worker, moved)
+
+    def now(self) -> tuple[int, State]:
+        """The number of this worker and its whole state."""
+        self._ready = {}
+        state = _packed(host_random_state())
+        return self._worker, state if self._data is None else {**state, "dataset": self._data.state_dict()}
+
+
+class Again(ResumeIteration):  # type: ignore[misc]
+    """A worker's answer that it begins its next pass, with the state that it begins it with.
+
+    It is made in the worker out of torch's request, before the data set is iterated; an iterable one may have drawn
+    after its last batch, for rows that were dropped.
+    """
+
+    told: tuple[int, State] | None = None
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        if self.told is None and _carrying:
+            self.__dict__["told"] = _carrying[-1].begin_again()
+
+
+class Ended(EndOfIterable):  # type: ignore[misc]
+    """A worker's word that its pass is over, with the state that it was left in."""
+
+    told: tuple[int, State]
+
+    def __init__(self, worker: int) -> None:
+        super().__init__(worker)
+        self.__dict__["told"] = _carrying[-1].now()
+
+
+_carrying: list[Carrying] = []
+"""In a worker that reads an iterable data set: what it carries home with."""
+
+
+class Starting:
+    """A `worker_init_fn`: after the user's own a worker takes over its state; signals are left to the main process.
+
+    A first SIGTERM is survived for `SURVIVES` seconds, then an alarm ends the process, as a second SIGTERM does.
+    `part` is what `shard` tells there.
+    """
+
+    def __init__(
+        self, given: Any, states: dict[int, State], carrying: Carrying | None, *, part: Shard | None = None
+    ) -> None:
+        self._given = given
+        self._part = part
+        self._states = states
+        self._carrying = carrying
+
+    def __call__(self, worker: int) -> None:
+        """Make the worker of this number ready."""
+        outlive_signals()
+        if self._part is not None:
+            set_part(self._part)
+        if self._given is not None:
+            self._given(worker)
+        _restore_states(self._states.get(worker, {}))
+        if self._carrying is not None:
+            self._carrying.begin(worker)
+            info = get_worker_info()
+            if info is not None and isinstance(info.dataset, IterableDataset) and parent_process() is not None:
+                _carrying[:] = [self._carrying]
+                replace_worker_messages(Again, Ended)
+
+
+def outlive_signals() -> None:
+    """Leave it to the main process when to end: it may still want the batches of the update in hand."""
+    for number in SIGNALS:
+        signal.signal(number, _survive if number == signal.SIGTERM else signal.SIG_IGN)
+    if hasattr(signal, "pthread_sigmask"):
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+
+
+def _survive(number: int, _: Any) -> None:
+    signal.signal(number, signal.SIG_DFL)
+    if hasattr(signal, "setitimer"):
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.setitimer(signal.ITIMER_REAL, SURVIVES)
+    else:
+        os.kill(os.getpid(), number)
+
+
+def _packed(state: dict[str, Any]) -> State:
+    """Three random states as plain data and bytes."""
+    version, words, cached = state["python"]
+    packed = {
+        "torch": state["torch"].numpy().tobytes(),
+        "python": [version, array.array("I", words).tobytes() if words else b"", cached],
+    }
+    numpy = state["numpy"]
+    if isinstance(numpy, tuple):
+        packed["numpy"] = [numpy[0], numpy[1].tobytes(), *(float(numpy[index]) for index in (2, 3, 4))]
+    return packed
+
+
+def _restore_states(state: State) -> None:
+    now = host_random_state()
+    if "torch" in state:
+        now["torch"] = torch.frombuffer(bytearray(state["torch"]), dtype=torch.uint8)
+    if "python" in state:
+        version, words, cached = state["python"]
+        now["python"] = (version, tuple(array.array("I", words)), cached)
+    if "numpy" in state:
+        name, words, at, has_cached, cached = state["numpy"]
+        now["numpy"] = (name, np.frombuffer(words, dtype=np.uint32), int(at), int(has_cached), cached)
+    if state:
+        set_random_state(now)
+    info = get_worker_info()
+    if "dataset" in state and info is not None:
+        dataset: Any = info.dataset
+        dataset.load_state_dict(state["dataset"])
+
+
+_MOST_ROWS = 16
+_SHARED_MEMORY = "/dev/shm"
+_ASIDE = "num_workers=0 fetches these rows in this process, where a debugger and the whole traceback are at hand"
+
+
+def explain_worker_error(error: Exception, *, pids: Sequence[int], worker: int | None, asked: Sequence[Any]) -> None:
+    """Add one note to an error; its type, text and traceback stay.
+
+    `asked` are the rows of the batch that was waited for, and of those that the same worker was asked for after it.
+    """
+    if any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+        return
+    what, why, fix = _cause(_told(error))
+    known = worker is not None and 0 <= worker < len(pids)
+    who = f"loader worker {worker} of {len(pids)} (pid {pids[worker]})" if known and worker is not None else "a worker"
+    rows = "; then ".join(_shown(rows) for rows in asked[:4] if rows is not None)
+    lines = [f"{NOTE}{who} {what}"]
+    lines += [f"  {label:<9}{text}" for label, text in (("rows", rows), ("why", why), ("fix", fix)) if text]
+    error.add_note("\n".join(lines))
+
+
+def worker_in_message(error: Exception, pids: Sequence[int], *, waited: int | None) -> int | None:
+    """The number of the worker that an error speaks of by its pid; `waited` where it speaks of none."""
+    named = [int(pid) for pids in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _told(error)) for pid in pids.split(",")]
+    if not named:
+        return waited
+    return next((pids.index(pid) for pid in named if pid in pids), None)
+
+
+def release_frames(error: Exception) -> None:
+    """Let an error that was sent by a worker go as soon as nobody holds it.
+
+    torch raises it in a frame that holds it, and so the iterator with its workers: it would stay until a collection,
+    which takes the queues first, and then waits for workers that hear nothing any more.
+    """
+    trace = error.__traceback__
+    while trace is not None:
+        if trace.tb_frame.f_code.co_name == "reraise":
+            trace.tb_frame.clear()
+        trace = trace.tb_next
+
+
+def _told(error: Exception) -> str:
+    """What torch says: the signal that it has heard of stands in the cause."""
+    return f"{error} {error.__cause__ or ''}"
+
+
+def _cause(text: str) -> tuple[str, str, str]:
+    """What happened to the worker, why, and what to do."""
+    by_hand = "DataLoader worker (pid" in text
+    if any(part in text for part in ("shared memory", "Bus error", "</torch_")):
+        smaller = "fewer num_workers, a smaller prefetch_factor or smaller batches"
+        fix = f"a larger {_SHARED_MEMORY} (in a container: docker run --shm-size=8g, or --ipc=host), or {smaller}"
+        return "ran out of shared memory", _room(), fix
+    if "timed out after" in text:
+        fix = f"{_ASIDE}; DataLoader(timeout=...) waits longer"
+        return "gave no batch in time", "it hangs: a lock held when it was forked, or a file system or a network", fix
+    if by_hand and "signal: Killed" in text:
+        why = "SIGKILL, which mostly is the system's when memory runs out (dmesg tells)"
+        return "was killed", why, "fewer num_workers or a smaller prefetch_factor"
+    if by_hand:
+        return "died", "something in the data set's code, or a signal, ended the process", _ASIDE
+    return "raised this error", "", _ASIDE
+
+
+def _room() -> str:
+    if not hasattr(os, "statvfs") or not os.path.isdir(_SHARED_MEMORY):
+        return "batches go to this process through shared memory, and there was not enough of it"
+    room = os.statvfs(_SHARED_MEMORY)
+    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return f"batches go to this process through {_SHARED_MEMORY}: {free >> 20:,} MB of {whole >> 20:,} MB are free now"
+
+
+def _shown(rows: Any) -> str:
+    rows = getattr(rows, "rows", rows)
+    if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
+        return str(rows)[:200]
+    return listed([str(row)[:40] for row in rows], _MOST_ROWS) or "none"
+
+
+_END = object()
+
+
+def looked_at(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[Any]:
+    """The batches as they come, in turn from `workers`; a warning where the first two of each are those of all.
+
+    Both rounds must be equal bit for bit, and differ from each other, as no data do that merely repeat a batch.
+    """
+    rounds: list[Any] = []
+    for place in range(2 * workers):
+        batch = next(batches, _END)
+        if batch is _END:
+            return
+        alike = bool(place % workers) and same_bits(batch, rounds[-1])
+        if not place % workers:
+            rounds.append(batch)
+        yield batch
+        if place % workers and not alike:
+            break
+    else:
+        if not same_bits(*rounds):
+            warn(
+                f"all {workers} workers give the same batches: each reads all of {name}, and every row comes "
+                f"{workers} times; in its __iter__: index, total = shard(); "
+                "return itertools.islice(rows, index, None, total)",
+                stacklevel=2,
+            )
+    yield from batches
+
+
+def same_bits(one: Any, other: Any) -> bool:
+    """Whether two nested batches are alike in every type, shape, stride and bit; False where that is not known."""
+    return type(one) is type(other) and _same(one, other)
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return _same_tensors(one, other)
+    if isinstance(one, np.ndarray | np.generic):
+        alike = one.dtype == other.dtype and one.dtype != object and one.shape == other.shape
+        return alike and one.tobytes() == other.tobytes()
+    if isinstance(one, Mapping):
+        return list(one) == list(other) and all(same_bits(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same_bits, one, other))
+    if is_dataclass(one) and not isinstance(one, type):
+        return all(same_bits(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
+    known = isinstance(one, str | bytes | int | float | None)
+    return known and repr(one) == repr(other)
+
+
+def _same_tensors(one: Tensor, other: Tensor) -> bool:
+    if one.layout is not torch.strided or other.layout is not torch.strided:
+        return False
+    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return alike and torch.equal(_bits(one), _bits(other))
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
