@@ -47,9 +47,9 @@ def main() -> None:
     print(f"{right:.1%} of the held-out lines are right, {largest / len(held_out):.1%} by the largest module alone")
     print(f"{train.padding():.1%} of what was read is padding, {train.padding_mixed():.1%} without buckets")
 
-    if "--packed" in sys.argv or "--smoke" in sys.argv:
+    if "--packed" in sys.argv:
         train_without_padding("packed", PackedReader(), packed, training, held_out)
-    if "--nested" in sys.argv or "--smoke" in sys.argv:
+    if "--nested" in sys.argv:
         train_without_padding("nested", NestedReader(), nested, training, held_out)
 
 

@@ -12,6 +12,8 @@ import pytest
 EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
 QUICK = {"quickstart_digits.py", "full_digits.py", "own_loop.py"}
 """The examples of the README; each takes some seconds, most of them to import torch."""
+OPTIONS = {"variable_length.py": ["--packed", "--nested"]}
+"""Switches of parts that an example leaves out by default."""
 
 
 def test_there_are_examples() -> None:
@@ -24,7 +26,7 @@ def test_there_are_examples() -> None:
 )
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(
-        [sys.executable, "-W", "error", str(example), "--smoke"],
+        [sys.executable, "-W", "error", str(example), "--smoke", *OPTIONS.get(example.name, [])],
         cwd=tmp_path,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -58,7 +58,8 @@ def rewrite(path, change):
     shutil.rmtree(path)
     path.mkdir()
     entries = {name: write_file(path / name, data) for name, data in files.items()}
-    manifest["files"] = {name: entries.get(name, entry) for name, entry in manifest["files"].items()}
+    if isinstance(listed := manifest.get("files"), dict):  # a change may have put anything in its place
+        manifest["files"] = {name: entries.get(name, entry) for name, entry in listed.items()}
     body = json.dumps(manifest, indent=1).removesuffix("\n}").encode()
     (path / formats.MANIFEST).write_bytes(body + formats.seal(body, "crc32"))
 

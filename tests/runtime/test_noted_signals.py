@@ -15,8 +15,9 @@ GRACE = 0.15
 
 
 def made(grace=5.0):
-    woken = []
-    return Signals(grace=grace, wake=lambda: woken.append(True)), woken
+    signals, woken = Signals(grace=grace), []
+    signals.wake = lambda: woken.append(True)
+    return signals, woken
 
 
 def send(number):
