@@ -231,7 +231,7 @@ SEEDED = re.compile(
 FAULTS = 305
 """Their cases, at least; a smaller number needs a list of those that went, and why.
 
-Of 364 cases 25 went with CUDA graphs (docs/development/decisions.md, 100): every fault of
+Of 364 cases 25 went with CUDA graphs ("CUDA graphs have left main" in docs/development/decisions.md): every fault of
 `laws/test_same_graphs_faults.py` of commit 471508e, each of which broke the recording or the replay of updates.
 They return with the graphs. 31 went with `workers="auto"`: 22 and 4 changes of a data set that its fingerprint was to
 see (`test_unchanged.py`), and 5 faults in the choice of workers (`test_chosen_workers.py`). The tests of `workers=2`
