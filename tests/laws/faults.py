@@ -68,7 +68,7 @@ def evaluation_in_train_mode(patch):
 
 
 def evaluation_wakes_what_was_in_eval_mode(patch):
-    around(patch, passes, "evaluate", after=lambda owner, *_, **__: owner.model.train())
+    around(patch, passes, "evaluate", after=lambda trainer, *_, **__: trainer.model.train())
 
 
 def gradients_are_rounded(patch):
@@ -131,7 +131,7 @@ def an_overflow_puts_statistics_back(patch):
 
 
 def each_epoch_sets_train_mode(patch):
-    around(patch, Run, "start_epoch", before=lambda self: self.owner.model.train())
+    around(patch, Run, "start_epoch", before=lambda self: self.trainer.model.train())
 
 
 def rates_are_one_update_late(patch):
@@ -140,12 +140,14 @@ def rates_are_one_update_late(patch):
 
 
 def a_sum_is_divided_by_its_rows(patch):
-    patch.setattr(batches, "loss_of", lambda owner, output, target: SumLoss(owner.loss(output, target), len(target)))
+    patch.setattr(
+        batches, "loss_of", lambda trainer, output, target: SumLoss(trainer.loss(output, target), len(target))
+    )
 
 
 def a_mean_is_made_of_a_sum(patch):
-    def loss_of(owner, output, target):
-        return SumLoss(owner._hooks.known_loss._sum(output, target), owner._tracker.count)
+    def loss_of(trainer, output, target):
+        return SumLoss(trainer._hooks.known_loss._sum(output, target), trainer._tracker.count)
 
     patch.setattr(batches, "counted_loss_of", loss_of)
 
@@ -284,7 +286,7 @@ def the_missing_factor_is_forgotten(patch):
 
 def the_missing_factor_waits_for_the_step(patch):
     def late(self, *_):
-        self._run.owner._hooks = replace(self._run.owner._hooks, overrides_update=False)
+        self._run.trainer._hooks = replace(self._run.trainer._hooks, overrides_update=False)
 
     around(patch, UpdateStrategy, "finish_backward", before=late)
 

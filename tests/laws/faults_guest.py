@@ -42,7 +42,7 @@ def nothing(*_, **__):
 
 
 def _left(patch, change):
-    around(patch, context, "_release_run", after=lambda owner, run: change(owner))
+    around(patch, context, "_release_run", after=lambda trainer, run: change(trainer))
 
 
 def _nobody(*_):
@@ -165,50 +165,50 @@ def process_put_back():
 
 
 def leaves_a_hook_on_a_module(patch):
-    _left(patch, lambda owner: owner.model.last.register_forward_pre_hook(_nobody))
+    _left(patch, lambda trainer: trainer.model.last.register_forward_pre_hook(_nobody))
 
 
 def leaves_the_model_wrapped(patch):
     class Wrapped(nn.Module):
         pass
 
-    _left(patch, lambda owner: setattr(owner.model.twice, "__class__", Wrapped))
+    _left(patch, lambda trainer: setattr(trainer.model.twice, "__class__", Wrapped))
 
 
 def leaves_an_attribute_on_a_module(patch):
-    _left(patch, lambda owner: setattr(owner.model.twice, "was_trained", True))
+    _left(patch, lambda trainer: setattr(trainer.model.twice, "was_trained", True))
 
 
 def leaves_train_mode(patch):
-    _left(patch, lambda owner: owner.model.train())
+    _left(patch, lambda trainer: trainer.model.train())
 
 
 def leaves_eval_mode(patch):
-    _left(patch, lambda owner: owner.model.eval())
+    _left(patch, lambda trainer: trainer.model.eval())
 
 
 def leaves_parameters_frozen(patch):
-    _left(patch, lambda owner: owner.model.last.weight.requires_grad_(False))
+    _left(patch, lambda trainer: trainer.model.last.weight.requires_grad_(False))
 
 
 def leaves_another_parameter(patch):
-    _left(patch, lambda owner: setattr(owner.model.last, "bias", nn.Parameter(owner.model.last.bias.detach())))
+    _left(patch, lambda trainer: setattr(trainer.model.last, "bias", nn.Parameter(trainer.model.last.bias.detach())))
 
 
 def leaves_the_optimizer_patched(patch):
-    _left(patch, lambda owner: setattr(owner.optimizer, "step", _nobody))
+    _left(patch, lambda trainer: setattr(trainer.optimizer, "step", _nobody))
 
 
 def leaves_a_hook_on_the_optimizer(patch):
-    _left(patch, lambda owner: owner.optimizer.register_step_post_hook(_nobody))
+    _left(patch, lambda trainer: trainer.optimizer.register_step_post_hook(_nobody))
 
 
 def leaves_other_groups(patch):
-    _left(patch, lambda owner: owner.optimizer.load_state_dict(owner.optimizer.state_dict()))
+    _left(patch, lambda trainer: trainer.optimizer.load_state_dict(trainer.optimizer.state_dict()))
 
 
 def leaves_a_key_in_the_groups(patch):
-    _left(patch, lambda owner: owner.optimizer.param_groups[0].update(initial_lr=0.01))
+    _left(patch, lambda trainer: trainer.optimizer.param_groups[0].update(initial_lr=0.01))
 
 
 def leaves_an_attribute_on_the_loader(patch):
@@ -298,7 +298,7 @@ def a_pass_leaves_merged_weights_rounded(patch):
 
 
 def a_pass_freezes(patch):
-    around(patch, predictions, "predict", after=lambda owner, *_: owner.model.last.requires_grad_(False))
+    around(patch, predictions, "predict", after=lambda trainer, *_: trainer.model.last.requires_grad_(False))
 
 
 def a_pass_is_noticed_by_a_backward(patch):
@@ -319,11 +319,11 @@ def a_pass_moves_the_generator_of_the_loader(patch):
 
 
 def a_pass_logs_in_training(patch):
-    around(patch, passes._Instead, "__enter__", after=lambda self: setattr(self._owner, "_tracker", self._outer[0]))
+    around(patch, passes._Instead, "__enter__", after=lambda self: setattr(self._trainer, "_tracker", self._outer[0]))
 
 
 def a_pass_wakes_what_is_in_eval_mode(patch):
-    around(patch, predictions, "predict", after=lambda owner, *_: owner.model.train())
+    around(patch, predictions, "predict", after=lambda trainer, *_: trainer.model.train())
 
 
 def a_pass_leaves_averaged_weights(patch):
@@ -338,12 +338,12 @@ def a_pass_leaves_weights_rounded(patch):
 
 
 def a_pass_adapts_the_scale(patch):
-    around(patch, passes, "evaluate", after=lambda owner, *_, **__: owner._run.scaler.adapt(True))
+    around(patch, passes, "evaluate", after=lambda trainer, *_, **__: trainer._run.scaler.adapt(True))
 
 
 def a_pass_counts_its_rows(patch):
-    def count(owner, *_):
-        owner._counters.rows += 1
+    def count(trainer, *_):
+        trainer._counters.rows += 1
 
     around(patch, predictions, "predict", after=count)
 

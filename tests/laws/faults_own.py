@@ -332,12 +332,12 @@ def metrics_are_not_fed(patch):
 
 
 def a_step_that_is_called_weighs_by_the_window(patch):
-    def loss_of(owner, output, target):
-        known, window = owner._hooks.known_loss, owner._tracker.window
+    def loss_of(trainer, output, target):
+        known, window = trainer._hooks.known_loss, trainer._tracker.window
         return (
-            owner.loss(output, target)
+            trainer.loss(output, target)
             if window.is_single
-            else SumLoss(known._sum(output, target), owner._tracker.count)
+            else SumLoss(known._sum(output, target), trainer._tracker.count)
         )
 
     patch.setattr(batches, "counted_loss_of", loss_of)

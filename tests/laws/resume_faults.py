@@ -71,7 +71,7 @@ def the_state_at_the_epochs_start_is_that_of_the_boundary(patch):
 def the_state_after_the_skipping_is_kept(patch):
     def opened(self, opens=Rollback.open_epoch):
         iterator = opens(self)
-        if self._owner._counters.batch:  # resumed inside the epoch: as if only the order had been drawn
+        if self._trainer._counters.batch:  # resumed inside the epoch: as if only the order had been drawn
             set_random_state(self._random.epoch_start_state)
         return iterator
 
@@ -196,7 +196,7 @@ def the_sums_of_the_epoch_are_forgotten(patch):
 
 
 def the_history_starts_anew(patch):
-    around(patch, saving.RunProgress, "load_state_dict", after=lambda self, *_: self._run.owner.history.clear())
+    around(patch, saving.RunProgress, "load_state_dict", after=lambda self, *_: self._run.trainer.history.clear())
 
 
 def the_users_state_is_forgotten(patch):

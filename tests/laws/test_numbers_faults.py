@@ -233,7 +233,7 @@ def the_rate_that_is_told_is_the_next_one(patch):
     whole = UpdateReporter.report
 
     def late(self, window, *, skipped):
-        for bound in self._owner._run.schedules.values():
+        for bound in self._trainer._run.schedules.values():
             bound.apply(self._counters.updates)
         self._optimizer_steps.clear_used_lrs()
         whole(self, window, skipped=skipped)

@@ -115,7 +115,7 @@ def the_schedule_steps_on_each_process(patch: Patch) -> None:
 
 
 def statistics_stay_apart(patch: Patch) -> None:
-    patch.setattr(passes, "rank0_buffers", lambda owner: nullcontext())
+    patch.setattr(passes, "rank0_buffers", lambda trainer: nullcontext())
 
 
 def the_first_ones_numbers_are_told(patch: Patch) -> None:
@@ -123,9 +123,9 @@ def the_first_ones_numbers_are_told(patch: Patch) -> None:
 
 
 def each_evaluates_all_rows(patch: Patch) -> None:
-    def all_rows(owner: Any, source: Any, tracker: LossTracker) -> Any:
+    def all_rows(trainer: Any, source: Any, tracker: LossTracker) -> Any:
         tracker.recording = True
-        return (one.batch for one in open_epoch(owner.world, source, 0))
+        return (one.batch for one in open_epoch(trainer.world, source, 0))
 
     patch.setattr(passes, "shard_batches", all_rows)
 
@@ -137,7 +137,7 @@ def each_judges_by_its_own_numbers(patch: Patch) -> None:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(LossTracker, "merge", lambda self, world: None)
             inside.setattr(Group, "broadcast", lambda self, value: value)
-            inside.setattr(self.owner, "is_main", True)
+            inside.setattr(self.trainer, "is_main", True)
             return validate(self, evaluate, **how)
 
     patch.setattr(Boundary, "validate", alone)

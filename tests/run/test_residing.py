@@ -95,7 +95,7 @@ def test_bytes_are_counted_of_rows_that_lie_elsewhere():
     assert batches((X, Y), 6, sampler=range(4)).size_beside(META) is None
 
 
-def owner(device_data="auto", *, device=META, move=None, counts=False, accumulate=((0, 1),)):
+def trainer(device_data="auto", *, device=META, move=None, counts=False, accumulate=((0, 1),)):
     hooks = SimpleNamespace(move=move, overrides_count=counts)
     return SimpleNamespace(
         device=torch.device(device), fast=Fast(device_data=device_data), _hooks=hooks, accumulate=accumulate
@@ -119,7 +119,7 @@ CUDA = {"device": "meta", "move": Moving(META)}
 
 @pytest.fixture
 def auto():
-    return owner(**CUDA)
+    return trainer(**CUDA)
 
 
 def test_auto_copies_what_fits_into_its_share_of_free_memory_training_data_first(monkeypatch, auto):
@@ -134,7 +134,7 @@ def test_auto_copies_what_fits_into_its_share_of_free_memory_training_data_first
 
 
 def test_the_micro_batches_of_a_window_are_counted_with_the_data(monkeypatch):
-    several = owner(**CUDA, accumulate=((0, 1), (3, 3)))
+    several = trainer(**CUDA, accumulate=((0, 1), (3, 3)))
     assert lines(monkeypatch, several, data(), free=4 * 760)[1] == ["training"]
     assert lines(monkeypatch, several, data(), free=4 * 759)[1] == []
 
@@ -148,10 +148,10 @@ def test_the_same_data_under_two_names_are_copied_once(monkeypatch, auto):
 @pytest.mark.parametrize(
     "one",
     [
-        owner(False, **CUDA),
-        owner(move=None),  # on the CPU
-        owner(device="meta", move=lambda batch: batch),  # a `to_device` of the user's own
-        owner(**CUDA, counts=True),
+        trainer(False, **CUDA),
+        trainer(move=None),  # on the CPU
+        trainer(device="meta", move=lambda batch: batch),  # a `to_device` of the user's own
+        trainer(**CUDA, counts=True),
     ],
     ids=["False", "no accelerator", "to_device", "count"],
 )
@@ -160,7 +160,7 @@ def test_nothing_is_copied_where_it_is_not_wanted_or_the_users_code_meets_host_b
 
 
 def test_true_copies_whoever_meets_the_batches_and_is_refused_where_that_cannot_be(monkeypatch):
-    wanted = owner(True, move=lambda batch: batch, counts=True)
+    wanted = trainer(True, move=lambda batch: batch, counts=True)
     assert lines(monkeypatch, wanted, data(), free=520)[1] == ["training"]
     assert lines(monkeypatch, wanted, data(), free=None)[1] == ["training"]
     with pytest.raises(SettingError, match=r"the training data do not fit on meta"):

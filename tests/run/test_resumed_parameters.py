@@ -201,14 +201,14 @@ def test_the_weights_beside_those_of_a_schedule_free_optimizer_follow_their_para
 def test_the_statistics_that_a_rank_has_of_its_own_follow_their_layers_by_name():
     """Two layers of equal shape, registered the other way round when the run is resumed."""
 
-    def owner(names, value):
+    def trainer(names, value):
         model = nn.Module()
         for name in names:
             setattr(model, name, nn.BatchNorm1d(2))
             getattr(model, name).running_mean.fill_(value + ord(name))
         return SimpleNamespace(model=model, world=SimpleNamespace(rank=0, size=2), parts=dict)
 
-    saved, resumed = owner("ab", 1.0), owner("ba", 0.0)
+    saved, resumed = trainer("ab", 1.0), trainer("ba", 0.0)
     own = rank_state(saved, random={}, data={})
     load_rank_state(resumed, own)
     for name in "ab":

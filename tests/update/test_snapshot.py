@@ -89,10 +89,10 @@ def test_a_part_is_restored_where_it_has_become_infinite_alone() -> None:
 
 
 def test_state_random_states_and_objects_with_a_state_dict_come_back_more_than_once() -> None:
-    owner: Any = SimpleNamespace(state={"sum": torch.zeros(2), "names": ["a"]})
+    trainer: Any = SimpleNamespace(state={"sum": torch.zeros(2), "names": ["a"]})
     layer, random_states = nn.Linear(1, 1), RngStates()
-    state, weight = owner.state, layer.weight.detach().clone()
-    before = Snapshot(UserState(owner), StateDicts({"layer": layer}), random_states)
+    state, weight = trainer.state, layer.weight.detach().clone()
+    before = Snapshot(UserState(trainer), StateDicts({"layer": layer}), random_states)
     before.capture()
     assert not random_states.changed
     draws = []
@@ -103,7 +103,7 @@ def test_state_random_states_and_objects_with_a_state_dict_come_back_more_than_o
         draws.append((random.random(), float(torch.rand(()))))
         assert random_states.changed
         before.restore()
-        assert owner.state is state and state["names"] == ["a"] and state["sum"].tolist() == [0, 0]
+        assert trainer.state is state and state["names"] == ["a"] and state["sum"].tolist() == [0, 0]
         assert torch.equal(layer.weight, weight)
     assert draws[0] == draws[1]
 

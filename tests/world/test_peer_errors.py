@@ -104,9 +104,9 @@ def test_an_error_that_follows_from_another_ranks_has_the_line_that_waited() -> 
     ],
 )
 def test_positions_count_epochs_from_1(counters: Counters, text: str) -> None:
-    class Owner:
+    class Partial:
         pass
 
-    owner: Any = Owner()
-    owner._counters = counters
-    assert position_text(owner) == text
+    trainer: Any = Partial()
+    trainer._counters = counters
+    assert position_text(trainer) == text

@@ -12,44 +12,44 @@ from trainwright.core.errors import SettingError
 from trainwright.core.memory import left_on
 from trainwright.data.source import Source
 from trainwright.observers.table import byte_size
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 SHARE = 0.25
 """The share of the device's free memory that data may take with "auto": the run's own share is not known yet."""
 
 
-def place_data(owner: Owner, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
+def place_data(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
     """Copy data to the device as `Fast(device_data=...)` says, until `undo` is closed; return lines for the header.
 
     "auto": what fits into `SHARE` of the memory that is free on a CUDA device, training data first, unless hooks of
     the user read batches on the host. True: all data in memory; SettingError where they do not fit.
     """
-    wanted = owner.fast.device_data
-    if wanted is False or (wanted == "auto" and not _moves_by_default(owner)):
+    wanted = trainer.fast.device_data
+    if wanted is False or (wanted == "auto" and not _moves_by_default(trainer)):
         return []
-    sizes = _sizes(owner, {"training": source, **val})
+    sizes = _sizes(trainer, {"training": source, **val})
     if wanted is True and "training" not in sizes:
         raise _nowhere(source)
-    return list(_placed(owner, sizes, undo))
+    return list(_placed(trainer, sizes, undo))
 
 
-def _moves_by_default(owner: Owner) -> bool:
+def _moves_by_default(trainer: TrainerLike) -> bool:
     """Return whether no hook of the user reads batches on the host."""
     from trainwright.acceleration.transfer import Moving
 
-    return isinstance(owner._hooks.move, Moving) and not owner._hooks.overrides_count
+    return isinstance(trainer._hooks.move, Moving) and not trainer._hooks.overrides_count
 
 
-def _placed(owner: Owner, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
+def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
     """Copy the data that fit; yield a line on those that were copied, and on those that were not."""
-    device, free, asked = owner.device, free_memory(owner.device), owner.fast.device_data is True
+    device, free, asked = trainer.device, free_memory(trainer.device), trainer.fast.device_data is True
     left = None if free is None else int((1.0 if asked else SHARE) * free)
     placed, taken = [], 0
     for name, (source, size) in sizes.items():
-        needed = size + _in_hand(owner, source, size)
+        needed = size + _in_hand(trainer, source, size)
         if left is not None and needed > left - taken:
             if asked:
-                raise _too_large(owner, name, needed, left=left - taken)
+                raise _too_large(trainer, name, needed, left=left - taken)
             assert free is not None
             yield f"{name} data stay on the host: {byte_size(needed)}, where {byte_size(free)} are free on {device}"
             continue
@@ -67,19 +67,19 @@ def free_memory(device: torch.device) -> int | None:
     return left_on(device) if device.type == "cuda" else None
 
 
-def _sizes(owner: Owner, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
+def _sizes(trainer: TrainerLike, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
     """Return the sources that can be copied, each with its bytes; one that has two names, once."""
     found: dict[str, tuple[Any, int]] = {}
     for name, source in sources.items():
-        size = source.size_beside(owner.device)
+        size = source.size_beside(trainer.device)
         if size is not None and not any(source is other for other, _ in found.values()):
             found[name] = (source, size)
     return found
 
 
-def _in_hand(owner: Owner, source: Any, size: int) -> int:
+def _in_hand(trainer: TrainerLike, source: Any, size: int) -> int:
     """Return the bytes of the micro-batches of a window, which are gathered together."""
-    together = max(number for _, number in owner.accumulate)
+    together = max(number for _, number in trainer.accumulate)
     return size * min(together * (source.batch_size or 0), source.rows or 0) // max(source.rows or 1, 1)
 
 
@@ -92,9 +92,9 @@ def _nowhere(source: Source) -> SettingError:
     )
 
 
-def _too_large(owner: Owner, name: str, needed: int, *, left: int) -> SettingError:
+def _too_large(trainer: TrainerLike, name: str, needed: int, *, left: int) -> SettingError:
     return SettingError(
-        f"Fast(device_data=True), and the {name} data do not fit on {owner.device}",
+        f"Fast(device_data=True), and the {name} data do not fit on {trainer.device}",
         have=f"{byte_size(needed)}, and {byte_size(left)} free",
         want="data that fit beside the model",
         fix='Fast(device_data="auto")',

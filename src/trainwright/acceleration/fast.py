@@ -34,7 +34,7 @@ class Fast:
     run. `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of what is free
     there; True copies them to whatever device the run is on, or refuses; False keeps them on the host.
     `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
-    "auto" of `channels_last`, cuDNN's choice by timing, and rest for the garbage collector.
+    "auto" of `channels_last`, and cuDNN's choice by timing.
     """
 
     _: KW_ONLY

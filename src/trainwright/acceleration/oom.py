@@ -28,13 +28,13 @@ from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
 from trainwright.update.hooks import free_transfer_memory
-from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
+from trainwright.update.trainer_like import networks_of
 from trainwright.update.window import Window, weighted_value
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
-    from trainwright.update.owner import Owner
+    from trainwright.update.trainer_like import TrainerLike
 
 
 class SplitSummary(NamedTuple):
@@ -53,11 +53,11 @@ class WindowSplitter:
     """
 
     def __init__(self, run: Run) -> None:
-        self._run, self._owner = run, run.owner
-        owner = run.owner
+        self._run, self._trainer = run, run.trainer
+        trainer = run.trainer
         self._random = RngStates()
-        buffers = Buffers(lambda: networks_of(owner))
-        self._snapshot = Snapshot(LossTotals(owner._tracker), UserState(owner), buffers, self._random)
+        buffers = Buffers(lambda: networks_of(trainer))
+        self._snapshot = Snapshot(LossTotals(trainer._tracker), UserState(trainer), buffers, self._random)
         """What a window changes before its first step; random states come last, after all that could draw."""
         self._weights = _WeightMarks(run)
         self._epoch = -1
@@ -70,8 +70,8 @@ class WindowSplitter:
         """Elements that a micro-batch may have; None where no memory has run out."""
         self.split = ""
         """What was split, in a line; empty for nothing."""
-        if run.owner._hooks.begin_epoch is None:  # else layers may yet be frozen
-            check_layers(run.owner)
+        if run.trainer._hooks.begin_epoch is None:  # else layers may yet be frozen
+            check_layers(run.trainer)
 
     def __str__(self) -> str:
         return str(SplitSummary(self.split))
@@ -89,16 +89,16 @@ class WindowSplitter:
         """Make the update of a window, in as many micro-batches as memory asks for."""
         if self._run.counters.epoch != self._epoch:
             self._epoch = self._run.counters.epoch
-            check_layers(self._owner)
+            check_layers(self._trainer)
             self._snapshot.refresh()
             self._weights.refresh()
         self._snapshot.capture()
         self._weights.capture()
         tried, failed = self._cut(window), None
         while True:
-            self._owner._tracker.window = tried
+            self._trainer._tracker.window = tried
             try:
-                returned = self._owner.update(tried)
+                returned = self._trainer.update(tried)
                 break
             except (RuntimeError, MemoryError) as error:
                 if not is_out_of_memory(error):
@@ -120,12 +120,12 @@ class WindowSplitter:
 
     def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
         """Restore what a failed try has changed; return the window in smaller micro-batches."""
-        hooks, index = self._owner._hooks, self._largest(tried)
+        hooks, index = self._trainer._hooks, self._largest(tried)
         assert index is not None
         window.release()
         tried.release()
         self._rewind(window)
-        free_memory(self._owner.device, lambda: free_transfer_memory(hooks))
+        free_memory(self._trainer.device, lambda: free_transfer_memory(hooks))
         if self._weights.changed:
             raise _noted(failed, "weights were changed before memory ran out")
         self.limit = _size(tried.batches[index]) / 2
@@ -167,7 +167,7 @@ class WindowSplitter:
         return 1 if n < 2 or _why_whole(batch, rows) else n
 
     def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
-        hooks = self._owner._hooks
+        hooks = self._trainer._hooks
         batches = [batch for batch, _ in parts]
         counted = hooks.count if len(parts) > 1 or hooks.overrides_count else None
         counts = None if counted is None else [counted(batch) for batch in batches]
@@ -184,7 +184,7 @@ class WindowSplitter:
         status = self._run.strategy.status
         if status.applied is True or status.stepping or status.stepped:
             return "a step had begun, and weights may be half-way"
-        layers = layers_mixing_rows(self._owner.model, self._owner.loss)
+        layers = layers_mixing_rows(self._trainer.model, self._trainer.loss)
         if layers:
             return f"{', '.join(layers)} takes a mean over its micro-batch"
         if self._largest(tried) is None:
@@ -214,14 +214,14 @@ class _WeightMarks:
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        hooks = run.owner._hooks
+        hooks = run.trainer._hooks
         self._measures = hooks.overrides_update or hooks.overrides_compute_gradients
         """Whether code of the user's own may write through `.data`, which no version counter shows."""
         self._weights: list[Tensor] = []
 
     def refresh(self) -> None:
         """Find the weights again: `begin_epoch` may have changed the layers."""
-        weights = [p for root in networks_of(self._run.owner) for p in parameters_of(root)]
+        weights = [p for root in networks_of(self._run.trainer) for p in parameters_of(root)]
         self._weights = list({id(p): p for p in weights + self._run.gradients.parameters}.values())
 
     def capture(self) -> None:
@@ -243,9 +243,9 @@ class _WeightMarks:
             return [p.detach().norm() if p.is_floating_point() else p.sum() for p in self._weights]
 
 
-def check_layers(owner: Owner) -> None:
+def check_layers(trainer: TrainerLike) -> None:
     """Refuse layers that would compute otherwise in smaller micro-batches: SettingError."""
-    layers = layers_mixing_rows(owner.model, owner.loss)
+    layers = layers_mixing_rows(trainer.model, trainer.loss)
     if not layers:
         return
     shown = listed(layers, 3)
@@ -357,7 +357,7 @@ def compare_parts(run: Run, whole: Window, parts: Window) -> PartsLoss:
 
     The caller restores what the steps have changed.
     """
-    if run.owner._hooks.overrides_compute_gradients:
+    if run.trainer._hooks.overrides_compute_gradients:
         return PartsLoss(unknown="`compute_gradients` is your own")
     try:
         return _compared(run, whole, parts)
@@ -371,7 +371,7 @@ def _compared(run: Run, whole: Window, parts: Window) -> PartsLoss:
     before = random_state()
     losses, draws = _losses(run, whole, parts), have_moved(before)
     if draws:  # noise differs between a whole and its parts: without it, if that is possible
-        roots = [root for root in (run.owner.model, run.owner.loss) if isinstance(root, nn.Module)]
+        roots = [root for root in (run.trainer.model, run.trainer.loss) if isinstance(root, nn.Module)]
         set_random_state(before)
         with evaluating(*roots):
             losses, draws = _losses(run, whole, parts), have_moved(before)

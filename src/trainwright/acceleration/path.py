@@ -4,33 +4,32 @@ from __future__ import annotations
 
 from trainwright.update import finite_check
 from trainwright.update.device_state import AHEAD
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 
-def fast_path(owner: Owner) -> str:
+def fast_path(trainer: TrainerLike) -> str:
     """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
-    why = owner._record.path.why_immediate
+    why = trainer._record.path.why_immediate
     if why is None:  # no run yet, and so no schedule that is bound
-        scaler = None if owner.precision is None else owner.precision.loss_scale(owner.device.type)
-        why = finite_check.why_immediate(
-            owner, checks=owner.on_nonfinite != "ignore" or scaler is not None, scaler=scaler
-        )
+        scaler = None if trainer.precision is None else trainer.precision.loss_scale(trainer.device.type)
+        checks = trainer.on_nonfinite != "ignore" or scaler is not None
+        why = finite_check.why_immediate(trainer, checks=checks, scaler=scaler, schedules=None)
     reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
     if not why:
         reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
-    elif owner.device.type not in finite_check.ASYNC_DEVICES:
+    elif trainer.device.type not in finite_check.ASYNC_DEVICES:
         reads = "its numbers are read at once, which waits for nothing"
-    compiled = owner._record.path.compiled
+    compiled = trainer._record.path.compiled
     how = "eager" if compiled is None else f"compiled ({compiled})"
-    beside = "" if owner._record.path.splits is None else f"; {owner._record.path.splits}"
-    return f"{'L0' if why else 'L1'}, {how} on {owner.device.type}: {reads}{beside}{_together(owner)}"
+    beside = "" if trainer._record.path.splits is None else f"; {trainer._record.path.splits}"
+    return f"{'L0' if why else 'L1'}, {how} on {trainer.device.type}: {reads}{beside}{_together(trainer)}"
 
 
-def _together(owner: Owner) -> str:
+def _together(trainer: TrainerLike) -> str:
     """How gradients of several processes become one, and what is sent beside them; nothing for one process."""
     from trainwright.distributed.ddp import DDP  # few runs need it
 
-    size, hooks, settings = owner.world.size, owner._hooks, owner.parallel
+    size, hooks, settings = trainer.world.size, trainer._hooks, trainer.parallel
     if size == 1:
         return ""
     beside = " and one small sum more"

@@ -16,7 +16,7 @@ _IN_VALIDATION = (
 )
 
 
-def explain(error: BaseException, owner: Any) -> None:
+def explain(error: BaseException, trainer: Any) -> None:
     """Add one note to an exception of a training, validation or predict step; type, message and traceback stay.
 
     Errors of this library, interrupts, and errors that carry such a note already are left alone.
@@ -24,13 +24,13 @@ def explain(error: BaseException, owner: Any) -> None:
     if not isinstance(error, Exception):
         return
     if isinstance(error, StepError):
-        _name_the_step(error, owner)
+        _name_the_step(error, trainer)
     if isinstance(error, TrainwrightError) or any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
         return
     try:
         from trainwright.diagnostics.frames import read_failure
 
-        failure = read_failure(error, owner)
+        failure = read_failure(error, trainer)
         if failure is not None:
             error.add_note(_note(failure))
     except Exception as another:  # a step may hold any object; none of its errors may replace the user's
@@ -57,21 +57,21 @@ def _failed(failure: Failure) -> str:
     if failure.loss is not None:
         return failure.loss.name
     if failure.layer is not None:
-        return failure.layer.title + (f" of {type(failure.owner.model).__name__}" if failure.layer.name else "")
+        return failure.layer.title + (f" of {type(failure.trainer.model).__name__}" if failure.layer.name else "")
     if failure.in_backward:
         return "backward()"
-    return f"{type(failure.owner).__name__}.{failure.step or 'training_step'}"
+    return f"{type(failure.trainer).__name__}.{failure.step or 'training_step'}"
 
 
-def _name_the_step(error: StepError, owner: Any) -> None:
+def _name_the_step(error: StepError, trainer: Any) -> None:
     """Add a note on the user's own step that returned no loss, and the line where it is defined."""
     called, trace = set(), error.__traceback__
     while trace is not None:
         called.add(trace.tb_frame.f_code.co_name)
         trace = trace.tb_next
     own = {
-        "validation_step": owner._hooks.overrides_validation_step,
-        "training_step": owner._hooks.overrides_training_step,
+        "validation_step": trainer._hooks.overrides_validation_step,
+        "training_step": trainer._hooks.overrides_training_step,
     }
     names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
     name = next((name for name in names if own[name]), None)
@@ -79,9 +79,9 @@ def _name_the_step(error: StepError, owner: Any) -> None:
         return
     from trainwright.diagnostics.rules import explain_own_backward
 
-    code = getattr(type(owner), name).__code__
-    note = f"{NOTE}{type(owner).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
-    found = explain_own_backward(owner) if name == "training_step" else None
+    code = getattr(type(trainer), name).__code__
+    note = f"{NOTE}{type(trainer).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    found = explain_own_backward(trainer) if name == "training_step" else None
     if found is not None:
         note = f"{note}\n{_labelled(*found)}"
     elif name != names[0] and not str(error).startswith("a step returned None"):

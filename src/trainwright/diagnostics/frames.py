@@ -57,7 +57,7 @@ class LossCall:
 class Failure:
     """The facts about a failed step that rules read."""
 
-    owner: Any
+    trainer: Any
     """The Trainer."""
     error: BaseException
     text: str
@@ -101,7 +101,7 @@ class Failure:
         return f"{self.step}(self, {'window' if self.step == 'update' else 'batch'})"
 
 
-def read_failure(error: BaseException, owner: Any) -> Failure | None:
+def read_failure(error: BaseException, trainer: Any) -> Failure | None:
     """Read the innermost loop over batches that the exception passed; None where it came from no batch."""
     lines = _lines(error.__traceback__)
     frames = tuple(frame for frame, _ in lines)
@@ -109,29 +109,29 @@ def read_failure(error: BaseException, owner: Any) -> Failure | None:
         loop, inner = frames[index], frames[index + 1 :]
         role = _role(loop)
         if role and inner and not _fetches(inner[0]):
-            return _read(error, owner, role=role, loop=loop, frames=inner, lines=lines)
+            return _read(error, trainer, role=role, loop=loop, frames=inner, lines=lines)
     return None
 
 
 def _read(
     error: BaseException,
-    owner: Any,
+    trainer: Any,
     *,
     role: str,
     loop: FrameType,
     frames: tuple[FrameType, ...],
     lines: list[tuple[FrameType, int]],
 ) -> Failure:
-    batch, place = _batch(loop, frames, owner=owner, role=role)
+    batch, place = _batch(loop, frames, trainer=trainer, role=role)
     # One step may call another: the innermost counts, or an `update` of the user's own.
     own_update = loop if loop.f_code.co_name == "update" else None
     step = next((frame for frame in reversed(frames) if frame.f_code.co_name in STEPS), own_update)
     in_default_step = step is None or module_of(step) == "trainwright.trainer"
-    loss = _loss(frames, owner)
+    loss = _loss(frames, trainer)
     user = [(f, line) for f, line in lines if f in frames and _is_users(f)]
     metric = _local(frames, "metric", function="update", module="trainwright.metrics.metric_set")
     return Failure(
-        owner=owner,
+        trainer=trainer,
         error=error,
         text=str(error),
         role=role,
@@ -144,7 +144,7 @@ def _read(
         inputs=step.f_locals.get("inputs", MISSING) if step is not None and in_default_step else MISSING,
         output=_output(frames, step, in_loss=loss is not None),
         returned=loop.f_locals.get("returned"),
-        layer=_layer(frames, owner.model),
+        layer=_layer(frames, trainer.model),
         loss=loss,
         metric="" if metric is MISSING else metric.name,
         in_backward=any(f.f_code.co_name == "backward" and module_of(f).startswith("torch.") for f in frames),
@@ -239,7 +239,7 @@ def _fetches(frame: FrameType) -> bool:
     return module_of(frame).startswith(readers)
 
 
-def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: str) -> tuple[Any, str]:
+def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role: str) -> tuple[Any, str]:
     """The batch in hand, as the step got it, and its place in words."""
     if role != "train":
         step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # it has the batch as moved
@@ -247,7 +247,7 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, owner: Any, role: s
         done = loop.f_locals.get("seen", len(made))
         batch = loop.f_locals.get("batch", MISSING) if step is None else _first_argument(step)
         return batch, f"{role} batch {done + 1}"
-    counters, window = owner._counters, _window(loop)
+    counters, window = trainer._counters, _window(loop)
     epoch = f"of epoch {counters.earlier_epochs + counters.epoch + 1}"
     batch = loop.f_locals.get("batch", MISSING)
     if loop.f_code.co_name == "update" and len(window) > 1:
@@ -295,9 +295,9 @@ def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> CalledLayer | Non
     return None
 
 
-def _loss(frames: tuple[FrameType, ...], owner: Any) -> LossCall | None:
+def _loss(frames: tuple[FrameType, ...], trainer: Any) -> LossCall | None:
     """The loss that was being computed: the Trainer's, or a loss of torch's that a step calls itself."""
-    loss, ours = owner.loss, ("trainwright.update.batches", "trainwright.update.losses")
+    loss, ours = trainer.loss, ("trainwright.update.batches", "trainwright.update.losses")
     functions = ("loss_of", "counted_loss_of", "exact_loss_of", "with_count", "evaluated")
     is_trainers = loss is not None and any(
         frame.f_locals.get("self") is loss or (module_of(frame) in ours and frame.f_code.co_name in functions)

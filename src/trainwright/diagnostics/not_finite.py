@@ -25,8 +25,8 @@ from trainwright.update.batches import split as default_split
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import read_step_loss
 from trainwright.update.nonfinite_policy import NonFiniteOrigin
-from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import Buffers, Snapshot
+from trainwright.update.trainer_like import networks_of
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
@@ -40,27 +40,27 @@ _LINE = "anomaly() names the line"
 
 def find_origin(run: Run) -> NonFiniteOrigin:
     """Say where the update in hand stopped being finite, as far as that can be found; the run stays as it is."""
-    window, owner = run.tracker.window, run.owner
+    window, trainer = run.tracker.window, run.trainer
     if window is None:
         return NonFiniteOrigin()
     lines: list[str] = []
     fix = ""
     with rng_preserved():
         for position, batch in enumerate(window.batches):
-            found = _in_batch(batch, named=owner._hooks.split is default_split)
+            found = _in_batch(batch, named=trainer._hooks.split is default_split)
             if not found and window.mover is not None:
                 moved = _in_batch(window[position], named=False)
                 found = [f"{line}, after to_device" for line in moved]
             if found:
                 lines, fix = [f"{_place(run, position)}: {line}" for line in found], _DATA
                 break
-    weights = _in_weights(owner)
+    weights = _in_weights(trainer)
     if weights:
         return NonFiniteOrigin((*lines, *weights), fix or _RATE)
     own = (
-        owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients
+        trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients
     )  # nobody else knows what they compute
-    several = owner.world.size > 1 or is_sharded(*owner.model.parameters())  # a forward may be a collective
+    several = trainer.world.size > 1 or is_sharded(*trainer.model.parameters())  # a forward may be a collective
     missing = any(" NaN" in line for line in lines)  # infinite inputs may be meant, as in a mask of attention
     if own or several or missing:
         return NonFiniteOrigin(tuple(lines), fix)
@@ -125,10 +125,10 @@ def _rows(tensor: Tensor) -> str:
     return f", in row{'s' if len(bad) > 1 else ''} {', '.join(map(str, bad[:_MOST]))}{more} of {len(tensor)}"
 
 
-def _in_weights(owner: Any) -> list[str]:
+def _in_weights(trainer: Any) -> list[str]:
     """Say which weights were not finite before the update, and which buffers hold NaN: infinite ones may be meant."""
     found = []
-    for root in networks_of(owner):
+    for root in networks_of(trainer):
         for name, parameter in root.named_parameters():
             if (bad := _counted(parameter)) is not None:
                 found.append(f"the weight {name!r} of {type(root).__name__} had {bad} before this update")
@@ -142,7 +142,7 @@ class _ModuleSearch:
     """Runs forward and backward of a window once more, with a look at what enters and leaves each module."""
 
     def __init__(self, run: Run, *, looks_at_inputs: bool) -> None:
-        self._run, self._owner = run, run.owner
+        self._run, self._trainer = run, run.trainer
         self._looks_at_inputs = looks_at_inputs
         self._forward = ""
         """Where the forward was not finite first; empty where it was finite so far."""
@@ -164,14 +164,14 @@ class _ModuleSearch:
             return NonFiniteOrigin((f"a second forward, to find the module, failed with {type(error).__name__}",))
 
     def _searched(self) -> NonFiniteOrigin:
-        run, owner = self._run, self._owner
+        run, trainer = self._run, self._trainer
         window = run.tracker.window
         assert window is not None
         losses = []
         for position, batch in enumerate(window.batches):
-            owner._tracker.batch = batch
+            trainer._tracker.batch = batch
             with run.autocast:
-                returned = owner.training_step(window[position])
+                returned = trainer.training_step(window[position])
             where = f" ({_place(run, position)})" if len(window.batches) > 1 else ""
             if self._forward:
                 return NonFiniteOrigin((f"forward: {self._forward}{where}",), _fix_of_forward(self._forward))
@@ -196,7 +196,7 @@ class _ModuleSearch:
                 line += "an operation behind it made it"
             fix = f"a finite output can have an infinite slope: sqrt or norm at 0, division, pow, where; {_LINE}"
             return NonFiniteOrigin((line,), fix)
-        model = self._owner.model
+        model = self._trainer.model
         grads = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
         bad = [f"{name!r} ({text})" for name, grad in grads.items() if (text := _counted(grad)) is not None]
         if bad:
@@ -210,24 +210,24 @@ class _ModuleSearch:
     @contextmanager
     def _aside(self) -> Iterator[None]:
         """Everything that a second forward and backward may move is put back at the end: nothing of them is noted."""
-        owner = self._owner
-        roots = networks_of(owner)
-        state, tracker = owner.state, owner._tracker
+        trainer = self._trainer
+        roots = networks_of(trainer)
+        state, tracker = trainer.state, trainer._tracker
         with ExitStack() as undo:
             undo.enter_context(Snapshot(Buffers(lambda: roots)))
             undo.enter_context(rng_preserved())
             undo.enter_context(modes.untouched(*roots))
             if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
-            undo.callback(setattr, owner, "state", state)
-            undo.callback(setattr, owner, "_tracker", tracker)
-            owner.state = copy_tree(state)
-            owner._tracker = LossTracker(None, owner._hooks)
+            undo.callback(setattr, trainer, "state", state)
+            undo.callback(setattr, trainer, "_tracker", tracker)
+            trainer.state = copy_tree(state)
+            trainer._tracker = LossTracker(None, trainer._hooks)
             for root in roots:
                 for name, module in root.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):
                         continue  # it takes no hooks of Python's
-                    shown = title(name, module) if root is owner.model else title("", module)
+                    shown = title(name, module) if root is trainer.model else title("", module)
                     before = module.register_forward_pre_hook(
                         partial(self._enter, shown), with_kwargs=True, prepend=True
                     )

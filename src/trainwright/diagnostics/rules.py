@@ -79,24 +79,26 @@ def explanation_of(failure: Failure) -> Explanation | None:
 def _out_of_memory(failure: Failure) -> Explanation | None:
     if not is_out_of_memory(failure.error):
         return None
-    owner, rows = failure.owner, failure.rows
+    trainer, rows = failure.trainer, failure.rows
     what = "step" if not rows else f"batch of {rows} row{'' if rows == 1 else 's'}"
-    cause = f"the {what} does not fit in the memory of {owner.device}"
+    cause = f"the {what} does not fit in the memory of {trainer.device}"
     if rows < 2:
         return Explanation(cause, 'smaller inputs, or Trainer(..., precision="bf16")')
     if failure.role != "train":
         fix = f"smaller batches for this data, such as batch_size={rows // 2}: its numbers stay the same"
         return Explanation(cause, fix)
-    by_epoch = dict(owner.accumulate)
-    accumulate = 2 * by_epoch[max(epoch for epoch in by_epoch if epoch <= owner._counters.epoch)]
+    by_epoch = dict(trainer.accumulate)
+    accumulate = 2 * by_epoch[max(epoch for epoch in by_epoch if epoch <= trainer._counters.epoch)]
     fix = f"batches of {rows // 2} rows with Trainer(..., accumulate={accumulate}): the same rows in each update"
-    may_split = owner.on_oom is None and owner.world.size == 1 and not layers_mixing_rows(owner.model, owner.loss)
+    may_split = (
+        trainer.on_oom is None and trainer.world.size == 1 and not layers_mixing_rows(trainer.model, trainer.loss)
+    )
     return Explanation(cause, f'{fix}; or on_oom="split"' if may_split else fix)
 
 
 def _index_out_of_range_on_the_device(failure: Failure) -> Explanation | None:
     return Explanation(
-        f"an index was out of range on {failure.owner.device}, at this batch or a little earlier",
+        f"an index was out of range on {failure.trainer.device}, at this batch or a little earlier",
         'Trainer(..., device="cpu") names the place; nothing works on this device until the process ends',
     )
 
@@ -105,29 +107,29 @@ def _index_out_of_range_on_the_device(failure: Failure) -> Explanation | None:
 
 
 def _module_without_forward(failure: Failure) -> Explanation | None:
-    owner = failure.owner
-    module = owner.model if failure.layer is None else failure.layer.module
+    trainer = failure.trainer
+    module = trainer.model if failure.layer is None else failure.layer.module
     cause = f"{_called(failure)} has no forward(), so it cannot be called"
     if type(module) not in (nn.ModuleDict, nn.ModuleList):
         near = nearest("forward", [own for own in vars(type(module)) if own != "forward"])
         fix = f"def forward(self, ...) in {type(module).__name__}" + (f", which has {near}()" if near else "")
         return Explanation(cause, fix)
-    if not failure.in_default_step or module is not owner.model:
+    if not failure.in_default_step or module is not trainer.model:
         return Explanation(cause, "call its parts in place of it")
     if failure.role != "train":
         step = "predict_step" if failure.role in ("predict", "report") else "validation_step"
         return Explanation(cause, f"override {step}(self, batch)")
     several = "update(self, window), with self.minimize(loss, name) for each of the optimizers"
-    return Explanation(cause, f"override {several if len(owner.optimizers) > 1 else 'training_step(self, batch)'}")
+    return Explanation(cause, f"override {several if len(trainer.optimizers) > 1 else 'training_step(self, batch)'}")
 
 
 def _step_that_calls_backward(failure: Failure) -> Explanation | None:
-    return explain_own_backward(failure.owner)
+    return explain_own_backward(failure.trainer)
 
 
-def explain_own_backward(owner: Any) -> Explanation | None:
+def explain_own_backward(trainer: Any) -> Explanation | None:
     """The explanation where a training step of the user calls `backward` on its loss, as a hand-written loop does."""
-    if not any("backward" in code.co_names for code in _user_code(owner, "training_step")):
+    if not any("backward" in code.co_names for code in _user_code(trainer, "training_step")):
         return None
     return Explanation(
         "training_step calls backward() itself",
@@ -139,16 +141,16 @@ def explain_own_backward(owner: Any) -> Explanation | None:
 
 
 def _output_that_is_no_tensor(failure: Failure) -> Explanation | None:
-    output, owner = failure.output, failure.owner
+    output, trainer = failure.output, failure.trainer
     if failure.loss is None or output is MISSING or isinstance(output, Tensor):
         return None
     loss, part = failure.loss.name, _scores(output)
     kind = f"a {type(output).__name__}" + (f" of {len(output)}" if isinstance(output, tuple | list | Mapping) else "")
-    cause = f"{type(owner.model).__name__} returned {kind}: {shown(output)}; {loss} takes one tensor"
+    cause = f"{type(trainer.model).__name__} returned {kind}: {shown(output)}; {loss} takes one tensor"
     if not failure.in_default_step:
         return Explanation(cause, f"{part} in {failure.method}")
     package = "nn." if hasattr(nn, loss) else "nn.functional." if hasattr(nn.functional, loss) else ""
-    function = package + (f"{loss}()" if isinstance(owner.loss, nn.Module) else loss)
+    function = package + (f"{loss}()" if isinstance(trainer.loss, nn.Module) else loss)
     return Explanation(cause, f"Trainer(..., loss=lambda output, target: {function}({part}, target))")
 
 
@@ -243,10 +245,10 @@ def _loss(failure: Failure) -> str:
 
 
 def _model_on_several_devices(failure: Failure) -> Explanation | None:
-    model, placed = failure.owner.model, devices_of(failure.owner.model)
+    model, placed = failure.trainer.model, devices_of(failure.trainer.model)
     if len(placed) < 2:
         return None
-    cause = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {failure.owner.device}"
+    cause = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {failure.trainer.device}"
     fix = "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
     left = next((name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_cpu), "")
     away = [device for device in placed if device.type != "cpu"]
@@ -257,8 +259,8 @@ def _model_on_several_devices(failure: Failure) -> Explanation | None:
 
 
 def _model_that_was_moved(failure: Failure) -> Explanation | None:
-    device = failure.owner.device
-    for name, parameter in failure.owner.model.named_parameters():
+    device = failure.trainer.device
+    for name, parameter in failure.trainer.model.named_parameters():
         if not _same_device(parameter.device, device):
             return Explanation(
                 f"the model's {name} is on {parameter.device}, and the Trainer was built for {device}",
@@ -268,7 +270,7 @@ def _model_that_was_moved(failure: Failure) -> Explanation | None:
 
 
 def _batch_on_another_device(failure: Failure) -> Explanation | None:
-    device = failure.owner.device
+    device = failure.trainer.device
     away = [tensor.device for tensor in tensors(failure.batch) if not _same_device(tensor.device, device)]
     if not away:
         return None
@@ -279,7 +281,7 @@ def _batch_on_another_device(failure: Failure) -> Explanation | None:
 
 
 def _tensor_made_on_another_device(failure: Failure) -> Explanation | None:
-    device, frame, place = failure.owner.device, failure.user_frame, failure.user_place
+    device, frame, place = failure.trainer.device, failure.user_frame, failure.user_place
     if frame is None:
         return None
     which = f"a tensor made in {place} is not"
@@ -296,7 +298,7 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def _inputs_of_another_dtype(failure: Failure, module: nn.Module, given: Tensor) -> Explanation | None:
-    wanted = next((p.dtype for p in failure.owner.model.parameters() if p.is_floating_point()), given.dtype)
+    wanted = next((p.dtype for p in failure.trainer.model.parameters() if p.is_floating_point()), given.dtype)
     if given.dtype == wanted:
         return None
     cast = "float()" if wanted == torch.float32 else f"to({wanted})"
@@ -330,7 +332,7 @@ def _index_outside_an_embedding(failure: Failure, embedding: nn.Embedding, given
 
 
 def _weights_in_shards(failure: Failure) -> Explanation | None:
-    model = failure.owner.model
+    model = failure.trainer.model
     own = [frame.f_code.co_name for frame in failure.frames if frame.f_locals.get("self") is model]
     method = next((name for name in own if name not in ("forward", "inner") and not name.startswith("_")), None)
     module = model if failure.layer is None else failure.layer.module
@@ -364,7 +366,7 @@ def _channels_of_a_convolution(failure: Failure, conv: nn.Conv2d, given: Tensor)
 
 def _called(failure: Failure) -> str:
     """The innermost module that was called, by type and name; the model where none was."""
-    return type(failure.owner.model).__name__ if failure.layer is None else failure.layer.title
+    return type(failure.trainer.model).__name__ if failure.layer is None else failure.layer.title
 
 
 # Backward.
@@ -377,7 +379,7 @@ def _loss_without_a_graph(failure: Failure) -> Explanation | None:
     fix = "return the loss as it was computed: no detach(), item(), torch.tensor(loss) or torch.no_grad() around it"
     if isinstance(output, Tensor) and output.requires_grad:
         return Explanation("the output requires a gradient, and the loss that was made of it does not", fix)
-    if any(parameter.requires_grad for parameter in failure.owner.model.parameters()):
+    if any(parameter.requires_grad for parameter in failure.trainer.model.parameters()):
         return Explanation("the loss depends on no weight that is trained", fix)
     return Explanation(
         "no parameter of the model requires a gradient any more",
@@ -398,12 +400,12 @@ def _graph_of_an_earlier_batch(failure: Failure) -> Explanation | None:
 
 
 def _other_inputs_than_forward_takes(failure: Failure) -> Explanation | None:
-    inputs, model = failure.inputs, failure.owner.model
+    inputs, model = failure.inputs, failure.trainer.model
     if not isinstance(inputs, tuple) or _takes(model.forward, inputs):
         return None
     names = list(inspect.signature(model.forward).parameters)
     takes = f"{type(model).__name__}.forward takes ({', '.join(names)})"
-    if failure.role in ("predict", "report") and not splits_in_training(failure.owner):
+    if failure.role in ("predict", "report") and not splits_in_training(failure.trainer):
         # Which item is the target, and which rows count, is known to the user's training_step alone.
         returned = "StepOutput(None, output, target)" if failure.role == "report" else "output"
         return Explanation(
@@ -425,12 +427,12 @@ def _ends_in_weights(failure: Failure) -> bool:
         return False
     *inputs, target, weight = items
     per_row = weight.ndim == 1 and weight.is_floating_point() and target.ndim > 0 and len(weight) == len(target)
-    return per_row and _takes(failure.owner.model.forward, tuple(inputs))
+    return per_row and _takes(failure.trainer.model.forward, tuple(inputs))
 
 
 def _weighted_step(failure: Failure) -> str:
     """The body of a training step that takes the mean of the loss over the rows, each by its weight."""
-    loss, inputs = failure.owner.loss, "x" if len(failure.batch) == 3 else "*x"
+    loss, inputs = failure.trainer.loss, "x" if len(failure.batch) == 3 else "*x"
     name = getattr(loss, "__name__", "")
     each = "loss_of_rows(output, y)"
     if isinstance(loss, nn.Module):
@@ -443,7 +445,7 @@ def _weighted_step(failure: Failure) -> str:
         f"output = self.model({inputs})",
         f"each = {each}.reshape(len(weight), -1).mean(1)",
         "loss = (each * weight).sum() / weight.sum()",
-        f"return {f'StepOutput({mean}, output, y)' if failure.owner.metrics else mean}",
+        f"return {f'StepOutput({mean}, output, y)' if failure.trainer.metrics else mean}",
     ]
     return "; ".join(lines)
 
@@ -456,17 +458,17 @@ def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
     return True
 
 
-def splits_in_training(owner: Any) -> bool:
+def splits_in_training(trainer: Any) -> bool:
     """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
-    codes = _user_code(owner, "training_step")
-    return not owner._hooks.overrides_training_step or any(
+    codes = _user_code(trainer, "training_step")
+    return not trainer._hooks.overrides_training_step or any(
         {"split", "training_step"} & set(code.co_names) for code in codes
     )
 
 
-def _user_code(owner: Any, name: str) -> list[CodeType]:
+def _user_code(trainer: Any, name: str) -> list[CodeType]:
     """The code of a step in each subclass that overrides it."""
-    written = [vars(cls)[name] for cls in type(owner).__mro__ if name in vars(cls)]
+    written = [vars(cls)[name] for cls in type(trainer).__mro__ if name in vars(cls)]
     codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
     return [code for code in codes if code is not None]
 

@@ -23,8 +23,8 @@ from trainwright.modules import modes
 from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import CountObserver
-from trainwright.update.owner import Owner, networks_of
 from trainwright.update.per_rank_state import complete_batches, position_text, rank0_buffers, shard_batches
+from trainwright.update.trainer_like import TrainerLike, networks_of
 
 READ_EVERY = 128
 """Batches between two reads from the device: memory for that many scalars, and no wait per batch."""
@@ -42,87 +42,87 @@ class Evaluation:
     errors: dict[str, float]
 
 
-def evaluate_sets(owner: Owner, sources: Mapping[str, Source]) -> dict[str, float]:
+def evaluate_sets(trainer: TrainerLike, sources: Mapping[str, Source]) -> dict[str, float]:
     """Return the numbers of every set, named by its prefix."""
     numbers: dict[str, float] = {}
     for name, source in sources.items():
-        evaluation = evaluate(owner, source, name=name)
+        evaluation = evaluate(trainer, source, name=name)
         numbers |= evaluation.numbers
-        owner._record.evaluation.errors |= evaluation.errors
+        trainer._record.evaluation.errors |= evaluation.errors
     return numbers
 
 
-def evaluate(owner: Owner, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
+def evaluate(trainer: TrainerLike, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
     """Run `validation_step` over one pass of `source`, or over its first `batches`; numbers are `<name>_loss` etc.
 
     Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
     """
-    metrics, prefix, hooks = _metric_set(owner, complete=batches is None), f"{name}_", owner._hooks
+    metrics, prefix, hooks = _metric_set(trainer, complete=batches is None), f"{name}_", trainer._hooks
     tracker = LossTracker(metrics, hooks)
     tracker.must_feed = metrics is not None
     seen = 0
-    with side_effect_free(owner, source, tracker) as aside:
-        step, to_device = _validation_step(owner, tracker), owner._hooks.move
-        for batch in islice(owner._record.evaluation.read_batches(_batches(owner, aside, tracker)), batches):
+    with side_effect_free(trainer, source, tracker) as aside:
+        step, to_device = _validation_step(trainer, tracker), trainer._hooks.move
+        for batch in islice(trainer._record.evaluation.read_batches(_batches(trainer, aside, tracker)), batches):
             tracker.batch = batch
             returned = step(batch if to_device is None else to_device(batch))
             tracker.record(returned)
             seen += 1
             if not seen % READ_EVERY:
                 tracker.read()
-        tracker.merge(owner.world)
-        numbers = tracker.means(prefix) if owner.is_main else {}
-        if not any(owner.world.sum_numbers(seen)):
+        tracker.merge(trainer.world)
+        numbers = tracker.means(prefix) if trainer.is_main else {}
+        if not any(trainer.world.sum_numbers(seen)):
             raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
         errors = {} if metrics is None or hooks.standard_error_of is None else _take_errors(numbers, metrics, prefix)
         # Inside the context that watches peers: a metric may fail on rank 0.
-        return owner.world.broadcast(Evaluation(numbers, errors))
+        return trainer.world.broadcast(Evaluation(numbers, errors))
 
 
 @contextmanager
 def side_effect_free(
-    owner: Owner, source: Source, tracker: LossTracker | None = None, *, shows_gradients: bool = False
+    trainer: TrainerLike, source: Source, tracker: LossTracker | None = None, *, shows_gradients: bool = False
 ) -> Iterator[Source]:
     """Enter eval mode, no gradients, the evaluation weights and a copy of `state`; restore everything at the end.
 
     Random states too, those of the loader included. Yields the source to read from: the position of the one given does
     not move. Numbers logged inside go to `tracker`, by default to one of the pass's own. An error gets a note.
     """
-    roots = networks_of(owner)
-    alone = not owner._record.is_under_way
+    roots = networks_of(trainer)
+    alone = not trainer._record.is_under_way
     try:
         with (
             rng_preserved(source.generators),
-            beside_training(owner.device.type),
-            evaluation_weights(owner),
+            beside_training(trainer.device.type),
+            evaluation_weights(trainer),
             modes.untouched(*roots, shows_gradients=shows_gradients),
             modes.evaluating(*roots),
             torch.no_grad(),
-            _NO_CONTEXT if owner.precision is None else owner.precision.switches(),
-            _Instead(owner, LossTracker(None, owner._hooks) if tracker is None else tracker),
-            _NO_CONTEXT if owner.world.size == 1 else _on_all_ranks(owner),
+            _NO_CONTEXT if trainer.precision is None else trainer.precision.switches(),
+            _Instead(trainer, LossTracker(None, trainer._hooks) if tracker is None else tracker),
+            _NO_CONTEXT if trainer.world.size == 1 else _on_all_ranks(trainer),
         ):
             yield source.beside() if source.repeatable else source
     except BaseException as error:
-        explain(error, owner)
+        explain(error, trainer)
         raise
     finally:
         if alone:
-            free_transfer_memory(owner._hooks)
+            free_transfer_memory(trainer._hooks)
 
 
 @contextmanager
-def probe_context(owner: Owner, source: Source) -> Iterator[None]:
+def probe_context(trainer: TrainerLike, source: Source) -> Iterator[None]:
     """Enter the context of a probe: free of side effects, as an evaluation, and the autocast of the precision."""
-    with side_effect_free(owner, source, shows_gradients=True), autocast(owner):
+    with side_effect_free(trainer, source, shows_gradients=True), autocast(trainer):
         yield
 
 
-def evaluation_weights(owner: Owner) -> AbstractContextManager[None]:
+def evaluation_weights(trainer: TrainerLike) -> AbstractContextManager[None]:
     """Return a context in which the model holds the evaluation weights, averaged ones where there is an average."""
-    if owner._record.outcome.lacks_weights:
+    if trainer._record.outcome.lacks_weights:
         _warn_of_lost_weights()
-    return _NO_CONTEXT if owner._record.weights is None else owner._record.weights.evaluated()
+    return _NO_CONTEXT if trainer._record.weights is None else trainer._record.weights.evaluated()
 
 
 def _warn_of_lost_weights() -> None:
@@ -137,34 +137,34 @@ def _warn_of_lost_weights() -> None:
 class _Instead:  # a class: every evaluation enters it, and a generator costs more
     """A context with another tracker in place of training's, and a copy of the user's `state`."""
 
-    __slots__ = ("_outer", "_owner", "_tracker")
+    __slots__ = ("_outer", "_tracker", "_trainer")
 
-    def __init__(self, owner: Owner, tracker: LossTracker) -> None:
-        self._owner, self._tracker = owner, tracker
+    def __init__(self, trainer: TrainerLike, tracker: LossTracker) -> None:
+        self._trainer, self._tracker = trainer, tracker
 
     def __enter__(self) -> None:
-        owner = self._owner
-        self._outer = owner._tracker, owner.state
-        owner._tracker, owner.state = self._tracker, copy_tree(owner.state)
+        trainer = self._trainer
+        self._outer = trainer._tracker, trainer.state
+        trainer._tracker, trainer.state = self._tracker, copy_tree(trainer.state)
 
     def __exit__(self, *error: object) -> None:
-        self._owner._tracker, self._owner.state = self._outer
+        self._trainer._tracker, self._trainer.state = self._outer
 
 
-def autocast(owner: Owner) -> AbstractContextManager[Any]:
+def autocast(trainer: TrainerLike) -> AbstractContextManager[Any]:
     """Return the autocast of the precision, or a context that does nothing."""
-    context = None if owner.precision is None else owner.precision.autocast(owner.device.type)
+    context = None if trainer.precision is None else trainer.precision.autocast(trainer.device.type)
     return nullcontext() if context is None else context
 
 
-def autocast_step(owner: Owner, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def autocast_step(trainer: TrainerLike, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a step that runs under the autocast of the precision.
 
     Called inside `side_effect_free`: a context of autocast notes at its creation whether its cache is switched on.
     """
-    if owner.precision is None:
+    if trainer.precision is None:
         return step
-    context = autocast(owner)
+    context = autocast(trainer)
 
     def under_autocast(batch: Any) -> Any:
         with context:
@@ -186,7 +186,7 @@ def check_repeatable(source: Source) -> None:
         )
 
 
-def run_training_forwards(owner: Owner, source: Source) -> None:
+def run_training_forwards(trainer: TrainerLike, source: Source) -> None:
     """Run the forwards of one training epoch, without gradients: BatchNorm statistics for averaged weights.
 
     The pass is the same at any time of a run, of epoch 0 and from fixed seeds: when the averaged weights are first
@@ -195,18 +195,18 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
     """
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
-    tracker, aside = LossTracker(None, owner._hooks), source.beside()
-    to_device = owner._hooks.move
+    tracker, aside = LossTracker(None, trainer._hooks), source.beside()
+    to_device = trainer._hooks.move
     generators = aside.generators
-    statistics = Tensors(modes.running_statistics(owner.model) if owner.on_nonfinite == "skip" else [])
+    statistics = Tensors(modes.running_statistics(trainer.model) if trainer.on_nonfinite == "skip" else [])
     with ExitStack() as stack:
         stack.enter_context(rng_preserved(generators))
-        stack.enter_context(beside_training(owner.device.type))
+        stack.enter_context(beside_training(trainer.device.type))
         stack.enter_context(torch.no_grad())
-        stack.enter_context(_Instead(owner, tracker))
-        step = autocast_step(owner, owner.training_step)
+        stack.enter_context(_Instead(trainer, tracker))
+        step = autocast_step(trainer, trainer.training_step)
         seed(0, generators)
-        for batch in owner._record.evaluation.read_batches(complete_batches(owner, aside)):
+        for batch in trainer._record.evaluation.read_batches(complete_batches(trainer, aside)):
             tracker.batch = batch
             statistics.capture()
             step(batch if to_device is None else to_device(batch))
@@ -214,41 +214,41 @@ def run_training_forwards(owner: Owner, source: Source) -> None:
 
 
 @contextmanager
-def _on_all_ranks(owner: Owner) -> Iterator[None]:
+def _on_all_ranks(trainer: TrainerLike) -> Iterator[None]:
     """Watch the peers, and use the buffers of rank 0 on every rank."""
-    with owner.world.watch(partial(position_text, owner)), rank0_buffers(owner):
+    with trainer.world.watch(partial(position_text, trainer)), rank0_buffers(trainer):
         yield
 
 
-def _batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any]:
+def _batches(trainer: TrainerLike, source: Source, tracker: LossTracker) -> Iterator[Any]:
     """Return the batches of a pass, with several ranks those of this one."""
-    if owner.world.size > 1:
-        return shard_batches(owner, source, tracker)
+    if trainer.world.size > 1:
+        return shard_batches(trainer, source, tracker)
     return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, where signals are handled
 
 
-def _validation_step(owner: Owner, tracker: LossTracker) -> Callable[[Any], Any]:
+def _validation_step(trainer: TrainerLike, tracker: LossTracker) -> Callable[[Any], Any]:
     """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed."""
-    step, hooks, known = autocast_step(owner, owner.validation_step), owner._hooks, owner._hooks.known_loss
+    step, hooks, known = autocast_step(trainer, trainer.validation_step), trainer._hooks, trainer._hooks.known_loss
     is_known = known is not None and known.reduction == "mean" and not hooks.overrides_training_step
     if is_known or hooks.overrides_count:
         return step
-    return _observed_step(owner, step, tracker)
+    return _observed_step(trainer, step, tracker)
 
 
-def _observed_step(owner: Owner, step: Callable[[Any], Any], tracker: LossTracker) -> Callable[[Any], Any]:
+def _observed_step(trainer: TrainerLike, step: Callable[[Any], Any], tracker: LossTracker) -> Callable[[Any], Any]:
     """Return a step in which the count of the mean is observed.
 
     In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
     compute the mean anywhere: then all of the step is, unless none was found in its first batch.
     """
-    hooks = owner._hooks
+    hooks = trainer._hooks
     tracker.count_source = observer = CountObserver()
     if not (
         hooks.overrides_validation_step
         or hooks.overrides_training_step
-        or owner.loss is None
-        or "validation_step" in vars(owner)
+        or trainer.loss is None
+        or "validation_step" in vars(trainer)
     ):
         return step
 
@@ -265,26 +265,26 @@ def _observed_step(owner: Owner, step: Callable[[Any], Any], tracker: LossTracke
     return observed_step
 
 
-def _metric_set(owner: Owner, *, complete: bool) -> MetricSet | None:
+def _metric_set(trainer: TrainerLike, *, complete: bool) -> MetricSet | None:
     """Return the metrics of an evaluation, with those whose standard error early stopping needs."""
-    metrics, spread = dict(owner.metrics or {}), owner._hooks.standard_error_of
+    metrics, spread = dict(trainer.metrics or {}), trainer._hooks.standard_error_of
     if spread == "loss":
-        metrics[_LOSS_OF_ROWS] = _loss_of_rows(owner)
+        metrics[_LOSS_OF_ROWS] = _loss_of_rows(trainer)
     if not metrics:
         return None
-    checked = owner._record.checked_metrics
+    checked = trainer._record.checked_metrics
     return MetricSet(metrics, complete=complete, spread=spread is not None, checked=checked)
 
 
-def _loss_of_rows(owner: Owner) -> Any:
-    if owner._hooks.known_loss is None:
+def _loss_of_rows(trainer: TrainerLike) -> Any:
+    if trainer._hooks.known_loss is None:
         raise SettingError(
             message(
                 'min_delta="1se" on a loss needs one value per row, and this loss is none of torch\'s own',
                 fix="monitor a metric that returns one value per row",
             )
         )
-    return owner._hooks.known_loss.each_row
+    return trainer._hooks.known_loss.each_row
 
 
 def _take_errors(numbers: dict[str, float], metrics: MetricSet, prefix: str) -> dict[str, float]:

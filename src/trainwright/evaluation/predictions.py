@@ -18,7 +18,7 @@ from trainwright.data.source import Source
 from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import World, packed, unpacked
 from trainwright.evaluation.passes import autocast_step, side_effect_free
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 AT_ONCE = 2**23
 """Bytes of the outputs of one rank, about, that are gathered at once."""
@@ -30,15 +30,15 @@ MOST = 128
 """Batches whose outputs are gathered at once, at most."""
 
 
-def predict(owner: Owner, source: Source) -> Any:
+def predict(trainer: TrainerLike, source: Source) -> Any:
     """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`.
 
     Each rank runs its rows of every batch, and all get the outputs of all, so that each needs host memory for all
     of them. The outputs of streams with a part for each rank are in the order of batches, then of ranks.
     """
-    outputs = make_outputs(owner) if owner.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
-    with side_effect_free(owner, source) as aside:
-        step, to_device = autocast_step(owner, owner.predict_step), owner._hooks.move
+    outputs = make_outputs(trainer) if trainer.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
+    with side_effect_free(trainer, source) as aside:
+        step, to_device = autocast_step(trainer, trainer.predict_step), trainer._hooks.move
         for batch in outputs.batches(aside):
             output = step(batch if to_device is None else to_device(batch))
             output = output.output if type(output) is StepOutput else output
@@ -51,13 +51,13 @@ def predict(owner: Owner, source: Source) -> Any:
         return tensor
     if not pieces:
         raise DataError("the data to predict gave no batch", want="at least one batch")
-    with beside_training(owner.device.type):
+    with beside_training(trainer.device.type):
         return join(pieces)
 
 
-def make_outputs(owner: Owner) -> Outputs:
+def make_outputs(trainer: TrainerLike) -> Outputs:
     """Return the list for the outputs of a pass: of one rank, or of all ranks."""
-    return Outputs() if owner.world.size == 1 else DistributedOutputs(owner.world)
+    return Outputs() if trainer.world.size == 1 else DistributedOutputs(trainer.world)
 
 
 class Outputs(list[Any]):

@@ -27,7 +27,7 @@ from trainwright.metrics.scores import MAE, R2, RMSE
 from trainwright.metrics.totals import Total
 from trainwright.update.batches import scores_of
 from trainwright.update.batches import split as default_split
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 Kind = Literal["classes", "values"]
 Asked = Literal["auto", "classes", "values"]
@@ -80,7 +80,7 @@ class Report:
 
 
 def report(
-    owner: Owner,
+    trainer: TrainerLike,
     source: Source,
     *,
     kind: Asked = "auto",
@@ -95,29 +95,31 @@ def report(
     check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
         raise SettingError(f"report(names={names!r})", want="a list of strings, one for each class or column")
-    pairs = _compared(owner, source)
-    with beside_training(owner.device.type):
-        return _made(owner, pairs, kind, names=names)
+    pairs = _compared(trainer, source)
+    with beside_training(trainer.device.type):
+        return _made(trainer, pairs, kind, names=names)
 
 
-def _made(owner: Owner, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None) -> Report:
-    kind = find_task_type(owner.loss, pairs) if kind == "auto" else kind
+def _made(
+    trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None
+) -> Report:
+    kind = find_task_type(trainer.loss, pairs) if kind == "auto" else kind
     made = _of_classes if kind == "classes" else _of_values
-    text, shown, numbers = made(owner, pairs, names)
+    text, shown, numbers = made(trainer, pairs, names)
     outputs, targets = ([pair[place] for pair in pairs] for place in (0, 1))
     return Report(kind=kind, text=text, output=join(outputs), target=join(targets), names=tuple(shown), numbers=numbers)
 
 
-def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
+def _compared(trainer: TrainerLike, source: Source) -> list[tuple[Tensor, Tensor]]:
     """Return output and target of every batch over all ranks, on the CPU, in the order of the data."""
-    host, pairs = torch.device("cpu"), make_outputs(owner)
-    with side_effect_free(owner, source) as aside, _split_once(owner) as split_of:
-        to_device = owner._hooks.move
+    host, pairs = torch.device("cpu"), make_outputs(trainer)
+    with side_effect_free(trainer, source) as aside, _split_once(trainer) as split_of:
+        to_device = trainer._hooks.move
         for batch in pairs.batches(aside):
             moved = batch if to_device is None else to_device(batch)
-            with autocast(owner):
-                returned = owner.predict_step(moved)
-            output, target = returned if owner.loss is not None else scores_of(returned), None
+            with autocast(trainer):
+                returned = trainer.predict_step(moved)
+            output, target = returned if trainer.loss is not None else scores_of(returned), None
             if type(returned) is StepOutput:
                 output, target = returned.output, returned.target
             target = split_of(moved)[1] if target is None else target
@@ -130,13 +132,13 @@ def _compared(owner: Owner, source: Source) -> list[tuple[Tensor, Tensor]]:
 
 
 @contextmanager
-def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
+def _split_once(trainer: TrainerLike) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
     """Yield a function that returns the inputs and the target into which the step has split a batch, or splits it.
 
     A `split` of the user's own may draw random numbers, or change the batch: a second call would return another
     target than the one that belongs to the output.
     """
-    hooks, made = owner._hooks, list[tuple[Any, Any]]()
+    hooks, made = trainer._hooks, list[tuple[Any, Any]]()
 
     def noting(batch: Any) -> tuple[Any, Any]:
         made.append(hooks.split(batch))
@@ -144,25 +146,25 @@ def _split_once(owner: Owner) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
 
     def split_of(batch: Any) -> tuple[Any, Any]:
         if not made and hooks.split is default_split:
-            _check_known_target(owner, batch)
+            _check_known_target(trainer, batch)
         found = made[-1] if made else hooks.split(batch)
         made.clear()
         return found
 
-    owner._hooks = dataclasses.replace(hooks, split=noting)
+    trainer._hooks = dataclasses.replace(hooks, split=noting)
     try:
         yield split_of
     finally:
-        owner._hooks = hooks
+        trainer._hooks = hooks
 
 
-def _check_known_target(owner: Owner, batch: Any) -> None:
+def _check_known_target(trainer: TrainerLike, batch: Any) -> None:
     """Refuse to use the last of many items as the target where no training step has used it as that."""
     if not isinstance(batch, tuple | list) or len(batch) < 3:
         return
     from trainwright.diagnostics.rules import splits_in_training
 
-    if not splits_in_training(owner):
+    if not splits_in_training(trainer):
         raise SettingError(
             f"a report compares outputs with targets, and which of the {len(batch)} items of a batch is the target "
             "only your training_step knows",
@@ -190,11 +192,11 @@ def _check_tensors(output: Any, target: Any) -> None:
 
 
 def _of_classes(
-    owner: Owner, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
+    trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
 ) -> tuple[str, Sequence[str], dict[str, Any]]:
     from sklearn.metrics import classification_report, confusion_matrix
 
-    decided = guess_classes(owner.loss, pairs)
+    decided = guess_classes(trainer.loss, pairs)
     guess, truth = decided.guess.numpy(), decided.target.numpy()
     seen = sorted({*truth.tolist(), *guess.tolist()})
     if names is not None:
@@ -226,7 +228,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_values(
-    owner: Owner, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
+    trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
 ) -> tuple[str, Sequence[str], dict[str, Any]]:
     for found, true in pairs:
         MAE()(found, true)  # refuses shapes that would be broadcast

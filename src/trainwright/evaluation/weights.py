@@ -16,7 +16,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.protocols import Tree
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 if TYPE_CHECKING:
     from trainwright.optim.averaging import AveragedWeights
@@ -64,20 +64,22 @@ class EvaluationWeights:
 
 
 def choose_weights(
-    owner: Owner, average: AveragedWeights | None, forward: Callable[[], None] | None = None
+    trainer: TrainerLike, average: AveragedWeights | None, forward: Callable[[], None] | None = None
 ) -> EvaluationWeights:
     """Return the evaluation weights of a run; `forward` runs the training data once, for BatchNorm statistics."""
-    switching: list[Any] = [optimizer for optimizer in owner.optimizers.values() if _switches(optimizer)]
+    switching: list[Any] = [optimizer for optimizer in trainer.optimizers.values() if _switches(optimizer)]
     if switching:
-        return _optimizer_weights(owner, switching, average)
-    return EvaluationWeights() if average is None else AverageWeights(owner.model, average, forward)
+        return _optimizer_weights(trainer, switching, average)
+    return EvaluationWeights() if average is None else AverageWeights(trainer.model, average, forward)
 
 
-def _optimizer_weights(owner: Owner, optimizers: list[Any], average: AveragedWeights | None) -> OptimizerWeights:
+def _optimizer_weights(
+    trainer: TrainerLike, optimizers: list[Any], average: AveragedWeights | None
+) -> OptimizerWeights:
     if average is not None:
         name = type(optimizers[0]).__name__
         raise SettingError(f"average={average.name}, and {name} averages by itself", fix="average=None")
-    return OptimizerWeights(owner.model, optimizers, owner.loss)
+    return OptimizerWeights(trainer.model, optimizers, trainer.loss)
 
 
 class AverageWeights(EvaluationWeights):

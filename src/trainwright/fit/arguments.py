@@ -21,7 +21,7 @@ from trainwright.optim.named import ONLY
 from trainwright.precision.mixed_precision import MixedPrecision
 from trainwright.protocols import EVENTS, Observer, Schedule
 from trainwright.update.hooks import Hooks, check_arguments, overridden, read_hooks
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast
@@ -189,39 +189,39 @@ def processes(
     return world, settings, chosen
 
 
-def check_shards(owner: Owner) -> None:
+def check_shards(trainer: TrainerLike) -> None:
     """Refuse settings that do not work with a sharded model; have its optimizers step the shards."""
-    if not owner.parallel.shards:
+    if not trainer.parallel.shards:
         return
     from trainwright.distributed import fsdp
 
-    if owner.fast.compile is not None or owner.fast.channels_last is True:
-        name = "channels_last=True" if owner.fast.compile is None else "compile=..."
+    if trainer.fast.compile is not None or trainer.fast.channels_last is True:
+        name = "channels_last=True" if trainer.fast.compile is None else "compile=..."
         raise not_built(f"Fast({name}) with FSDP", "DDP(), or leave it out")
-    assert isinstance(owner.parallel, fsdp.FSDP)
-    fsdp.check_precision(owner.parallel, owner.precision)
-    fsdp.check_optimizers(owner.model, owner.optimizers)
-    fsdp.follow(owner.model, owner.optimizers)
+    assert isinstance(trainer.parallel, fsdp.FSDP)
+    fsdp.check_precision(trainer.parallel, trainer.precision)
+    fsdp.check_optimizers(trainer.model, trainer.optimizers)
+    fsdp.follow(trainer.model, trainer.optimizers)
 
 
-def place_all(owner: Owner, *beside: Any) -> None:
+def place_all(trainer: TrainerLike, *beside: Any) -> None:
     """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
-    settings: Any = owner.parallel
+    settings: Any = trainer.parallel
     if settings.shards:
         from trainwright.distributed.fsdp import shard
 
-        shard(owner.model, settings, owner.world, device=owner.device)
+        shard(trainer.model, settings, trainer.world, device=trainer.device)
     else:
-        place(owner.model, owner.device)
-        if owner.world.size > 1 and settings.sync_batchnorm:
+        place(trainer.model, trainer.device)
+        if trainer.world.size > 1 and settings.sync_batchnorm:
             from trainwright.distributed.ddp import convert_batchnorm
 
-            convert_batchnorm(owner.model, cast(Any, owner.world), device=owner.device)
+            convert_batchnorm(trainer.model, cast(Any, trainer.world), device=trainer.device)
     for module in beside:
         if isinstance(module, nn.Module):
-            if owner.device.type != "meta":
+            if trainer.device.type != "meta":
                 refuse_meta(module, f"{type(module).__name__}, given beside the model,")
-            place(module, owner.device, beside=owner.model)
+            place(module, trainer.device, beside=trainer.model)
 
 
 def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> dict[str, nn.Module]:
@@ -245,11 +245,11 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
     return dict(frozen)
 
 
-def check_closures(owner: Owner) -> None:
+def check_closures(trainer: TrainerLike) -> None:
     """Refuse an optimizer that evaluates the loss itself in a Trainer with the default update."""
-    if owner._hooks.overrides_update:
+    if trainer._hooks.overrides_update:
         return
-    for name, optimizer in owner.optimizers.items():
+    for name, optimizer in trainer.optimizers.items():
         if _needs_a_closure(optimizer):
             named = "" if name == ONLY else f"{name!r}, "
             again = "closure=lambda: self.compute_gradients(window)"

@@ -22,7 +22,7 @@ from trainwright.fit.run import Run
 from trainwright.fit.saving import RunCheckpoints
 from trainwright.observers.probes import RunObserver
 from trainwright.protocols import listeners
-from trainwright.update.owner import active_observers
+from trainwright.update.trainer_like import active_observers
 
 if TYPE_CHECKING:
     from trainwright.fit.inspection import Inspector
@@ -44,9 +44,9 @@ class Boundary:
 
     def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, manager: CheckpointManager | None) -> None:
         self.run, self.val, self.ends, self.manager = run, val, ends, manager
-        self.owner, self.counters, self.history = run.owner, run.counters, run.owner.history
-        self.record = run.owner._record
-        early = run.owner.early_stopping
+        self.trainer, self.counters, self.history = run.trainer, run.counters, run.trainer.history
+        self.record = run.trainer._record
+        early = run.trainer.early_stopping
         self.watch = None if early is None else early.bind()
         self.copies_best = early is not None and copies_best(early, manager)
         """Whether early stopping holds a copy of the best weights."""
@@ -70,9 +70,9 @@ class Boundary:
         if self.manager is not None:
             self.saves = RunCheckpoints(run, self.manager)
             self._triggers += self.saves.triggers
-        if active_observers(self.owner):
+        if active_observers(self.trainer):
             self.reporter = ValidationReporter(self)
-        if any(isinstance(observer, RunObserver) for observer in self.owner.observers):
+        if any(isinstance(observer, RunObserver) for observer in self.trainer.observers):
             from trainwright.fit.inspection import inspectors_of
 
             self._inspectors = inspectors_of(run)
@@ -109,7 +109,7 @@ class Boundary:
     def _count_epoch(self) -> None:
         """Count an epoch that is over, for all that counts epochs."""
         run, counters = self.run, self.counters
-        if self.owner._hooks.overrides_update:
+        if self.trainer._hooks.overrides_update:
             run.check_epoch()
         run.lengths.epoch_ended()
         counters.epoch, counters.batch, counters.begun = counters.epoch + 1, 0, False
@@ -160,18 +160,18 @@ class Boundary:
             with several:
                 for name, source in self.val.items():
                     measured = evaluate(source, name=name)
-                    if self.owner._hooks.overrides_evaluate:
+                    if self.trainer._hooks.overrides_evaluate:
                         self._check_numbers(measured)
                     numbers |= measured
         finally:
             record.evaluation.read_batches = iter
-        return self.owner.world.broadcast(numbers)
+        return self.trainer.world.broadcast(numbers)
 
     def _check_numbers(self, numbers: Any) -> None:
         """Refuse an `evaluate` of the user's own that returns no dict, such as None without a return."""
         if not isinstance(numbers, Mapping):
             returned = "None" if numbers is None else type(numbers).__name__
-            what = f"{type(self.owner).__name__}.evaluate returned {returned}"
+            what = f"{type(self.trainer).__name__}.evaluate returned {returned}"
             fix = "return super().evaluate(data, name)"
             raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
 
@@ -191,7 +191,7 @@ class Boundary:
         return row
 
     def _row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
-        counters, tracker, world = self.counters, self.run.tracker, self.owner.world
+        counters, tracker, world = self.counters, self.run.tracker, self.trainer.world
         counters.interrupted_validation = ""
         tracker.merge(world)
         trained = world.broadcast((tracker.means() or self._last_training_numbers()) if world.is_main else {})
@@ -237,19 +237,19 @@ class Boundary:
 
         Numbers that only an `evaluate` of the user's own gives are in the rows of validations.
         """
-        trained = monitor in row or not self.owner._hooks.overrides_evaluate
+        trained = monitor in row or not self.trainer._hooks.overrides_evaluate
         return validated or (trained and not monitor.startswith("val_"))
 
     def _best_weights(self) -> dict[str, Any]:
         """Return a host copy of the evaluation weights."""
         assert self.watch is not None
         with self.run.weights.evaluated():
-            return copied_weights(self.owner.model, self.watch.weights)
+            return copied_weights(self.trainer.model, self.watch.weights)
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Call the user's `end_epoch`, which may stop the run on one rank alone."""
-        assert self.owner._hooks.end_epoch is not None
-        self.owner._hooks.end_epoch(dict(row))
+        assert self.trainer._hooks.end_epoch is not None
+        self.trainer._hooks.end_epoch(dict(row))
         if self.run.rank_sync is not None:
             self._exchange(self.run.rank_sync)
 
@@ -328,7 +328,7 @@ class ValidationReporter:
 
     def __init__(self, boundary: Boundary) -> None:
         self._boundary, self._run = boundary, boundary.run
-        observers = active_observers(boundary.owner)
+        observers = active_observers(boundary.trainer)
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
         self._last_time, self._last_rows = time.perf_counter(), boundary.counters.rows
 

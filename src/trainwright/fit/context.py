@@ -41,9 +41,9 @@ from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_saved_schedulers, has_scheduler
 from trainwright.protocols import Observer
-from trainwright.update.owner import Owner, active_observers, networks_of
 from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
 from trainwright.update.snapshot import Buffers, Snapshot
+from trainwright.update.trainer_like import TrainerLike, active_observers, networks_of
 
 
 class FitContext:
@@ -59,12 +59,12 @@ class FitContext:
     """
 
     def __init__(
-        self, owner: Owner, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
+        self, trainer: TrainerLike, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
     ) -> None:
-        self._owner, self._data, self._ends, self._resume = owner, (train, val, batch_size), ends, resume
-        grace = GRACE if owner.checkpoint is None else owner.checkpoint.grace
-        self._signals = Signals(grace=grace, alone=owner.world.size == 1)
-        self._result_before = owner.result
+        self._trainer, self._data, self._ends, self._resume = trainer, (train, val, batch_size), ends, resume
+        grace = GRACE if trainer.checkpoint is None else trainer.checkpoint.grace
+        self._signals = Signals(grace=grace, alone=trainer.world.size == 1)
+        self._result_before = trainer.result
         self._started: list[Observer] = []
         """The observers whose `on_fit_start` has returned."""
         self._refused: dict[Path, str] = {}
@@ -85,7 +85,7 @@ class FitContext:
     def _open(self, undo: ExitStack) -> None:
         """Open the data, bind the run, and call `on_fit_start` of the observers."""
         train, val, batch_size = self._data
-        source, held_out = open_data(self._owner, train, val, ends=self._ends, batch_size=batch_size)
+        source, held_out = open_data(self._trainer, train, val, ends=self._ends, batch_size=batch_size)
         if self._resume.where is None:
             self._bind(source, held_out, undo)
         else:
@@ -94,7 +94,7 @@ class FitContext:
             self._call_on_fit_start()
         except BaseException as error:
             self._finish(error)
-        if self._owner._hooks.overrides_update:
+        if self._trainer._hooks.overrides_update:
             undo.enter_context(self._run.watching_steps())
 
     def _bind_to_newest(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
@@ -111,72 +111,72 @@ class FitContext:
     def _refuse(self, error: DamagedError) -> None:
         """Record that a checkpoint cannot be loaded; CheckpointError where no older one may be tried."""
         path = Path(error.origin)
-        again = error.early or self._owner._hooks.begin_epoch is None  # that hook may not run twice per epoch
-        if self._resume.where != "auto" or path in self._refused or self._owner.world.size > 1 or not again:
+        again = error.early or self._trainer._hooks.begin_epoch is None  # that hook may not run twice per epoch
+        if self._resume.where != "auto" or path in self._refused or self._trainer.world.size > 1 or not again:
             raise CheckpointError(str(error)) from error.__cause__
         self._refused[path] = str(error)
 
     def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
         """Plan, bind, check and load everything that the fit needs, in this order; `undo` takes it back."""
-        owner, ends, resumes = self._owner, self._ends, self._resume.where is not None
+        trainer, ends, resumes = self._trainer, self._ends, self._resume.where is not None
         # 1. The ranks agree that they were given the same.
-        if owner.world.size > 1 or owner.parallel.shards:
-            undo.enter_context(among_ranks(owner))
-        if owner.world.size > 1:
-            check_same_config(owner, source, val, ends=ends, resumes=resumes)
+        if trainer.world.size > 1 or trainer.parallel.shards:
+            undo.enter_context(among_ranks(trainer))
+        if trainer.world.size > 1:
+            check_same_config(trainer, source, val, ends=ends, resumes=resumes)
         # 2. The stage starts: counters, rates and weights are those from which it is planned.
-        start_stage(owner, undo, resumes=resumes, epochs=ends.epochs)
-        plan = make_plan(owner, source, val, ends=ends, notes=self._switch(source, val, undo))
-        run = self._run = Run(owner, source, plan, signals=self._signals)
+        start_stage(trainer, undo, resumes=resumes, epochs=ends.epochs)
+        plan = make_plan(trainer, source, val, ends=ends, notes=self._switch(source, val, undo))
+        run = self._run = Run(trainer, source, plan, signals=self._signals)
         # 3. A checkpoint is read, and the start is planned from it.
         manager = loaded = None
-        if owner.checkpoint is not None:
-            manager, loaded = self._open_directory(owner.checkpoint, undo)
+        if trainer.checkpoint is not None:
+            manager, loaded = self._open_directory(trainer.checkpoint, undo)
         elif self._resume.where is not None:
             raise without_slot(self._resume.where)
-        start = plan_resume(owner, loaded, self._resume) if resumes else StartPlan()
+        start = plan_resume(trainer, loaded, self._resume) if resumes else StartPlan()
         if manager is not None and loaded is not None:
             manager.adopt(loaded)
         # 4. The trainer refers to the run: hooks of the user run from here on.
         boundary = self._boundary = Boundary(run, val, ends, manager=manager)
-        owner._bind_run(run, boundary)
-        undo.callback(_release_run, owner, run)
+        trainer._bind_run(run, boundary)
+        undo.callback(_release_run, trainer, run)
         run.weights.start()
         # 5. The model gets the layers that it had, and one validation batch runs with them.
         for epoch in range(start.begun_epochs):
-            owner._counters.epoch = epoch
+            trainer._counters.epoch = epoch
             run.begin_epoch(epoch)
         if not start.passes_over:
-            _rehearse(owner, run, val)
+            _rehearse(trainer, run, val)
         # 6. The state is loaded, and it is known to be savable.
-        lines = [*start.lines, *start.execute(owner, boundary)]
+        lines = [*start.lines, *start.execute(trainer, boundary)]
         if start.place:
-            align_state(owner.optimizers.values())
+            align_state(trainer.optimizers.values())
         if manager is not None:
-            lines += _check_saves(owner, run, boundary)
+            lines += _check_saves(trainer, run, boundary)
         # 7. Clocks and triggers start at the loaded counters.
-        finished = start.place if owner._counters.stopped else ""
+        finished = start.place if trainer._counters.stopped else ""
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         boundary.start()
 
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
         """Set grad mode, precision, module modes and faster kernels until the end of the fit; return header lines."""
-        owner, notes = self._owner, []
-        undo.enter_context(reset_grad_and_autocast(owner.device.type))
-        if owner.precision is not None:
-            undo.enter_context(owner.precision.switches())
-        if owner.frozen:
-            undo.enter_context(untrained(*owner.frozen.values()))
-        switched_on = wake(owner.model)
+        trainer, notes = self._trainer, []
+        undo.enter_context(reset_grad_and_autocast(trainer.device.type))
+        if trainer.precision is not None:
+            undo.enter_context(trainer.precision.switches())
+        if trainer.frozen:
+            undo.enter_context(untrained(*trainer.frozen.values()))
+        switched_on = wake(trainer.model)
         if switched_on:
-            undo.callback(owner.model.eval)
+            undo.callback(trainer.model.eval)
             notes.append(f"switched from eval to train mode: {listed(switched_on)}")
-        return (*owner._record.notes, *notes, *speed_up(owner, source, val, undo=undo))
+        return (*trainer._record.notes, *notes, *speed_up(trainer, source, val, undo=undo))
 
     def _open_directory(self, settings: Checkpoint, undo: ExitStack) -> tuple[CheckpointManager, Loaded | None]:
         """Bind the checkpoint slot, and read the checkpoint that is resumed."""
-        owner, resume = self._owner, self._resume.where
-        manager = settings.bind(owner._record.run_id or secrets.token_hex(8), world=owner.world)
+        trainer, resume = self._trainer, self._resume.where
+        manager = settings.bind(trainer._record.run_id or secrets.token_hex(8), world=trainer.world)
         # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
         undo.push(lambda kind, *_: manager.release(wait=kind is not KeyboardInterrupt))
         manager.prepare(resuming=resume is not None)
@@ -186,9 +186,9 @@ class FitContext:
             resume,
             settings.directory,
             run=manager.run_id,
-            device=homes(owner.model, owner.device),
-            world=owner.world,
-            lazy_shards=is_sharded(*owner.model.parameters()),
+            device=homes(trainer.model, trainer.device),
+            world=trainer.world,
+            lazy_shards=is_sharded(*trainer.model.parameters()),
             refused=self._refused,
         )
         return manager, loaded
@@ -196,7 +196,7 @@ class FitContext:
     def _call_on_fit_start(self) -> None:
         """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
         error: BaseException | None = None
-        for observer in active_observers(self._owner):
+        for observer in active_observers(self._trainer):
             try:
                 observer.on_fit_start(self._plan)
                 self._started.append(observer)
@@ -204,7 +204,7 @@ class FitContext:
                 error = _with_failure(error, failed, f"{type(observer).__name__}.on_fit_start")
         if error is not None:
             raise error
-        record = self._owner._record
+        record = self._trainer._record
         record.weights, record.has_begun, record.failed = self._run.weights, True, True
 
     # Leave.
@@ -235,14 +235,14 @@ class FitContext:
 
     def _finish_normally(self) -> CheckpointError | None:
         """Wait for the last save and restore the weights that `fit` promises; return the error of that save."""
-        owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
+        trainer, run, boundary, record = self._trainer, self._run, self._boundary, self._trainer._record
         outcome = record.outcome
         run.rollback.phase = ENDED
         if outcome.earlier is None:
             outcome.save_error = _await_last_save(boundary)
             FitEnd(boundary).restore_best()
-        if owner.world.size > 1:
-            broadcast_buffers(owner)
+        if trainer.world.size > 1:
+            broadcast_buffers(trainer)
         boundary.sync_signals()
         record.failed = outcome.save_error is not None
         run.signals.check()
@@ -250,15 +250,15 @@ class FitContext:
 
     def _finish_after_error(self, raised: BaseException) -> BaseException:
         """Save the complete state that an error or a signal leaves, and return the exception that `fit` raises."""
-        owner, run, boundary, record = self._owner, self._run, self._boundary, self._owner._record
+        trainer, run, boundary, record = self._trainer, self._run, self._boundary, self._trainer._record
         save_error = record.outcome.save_error
         run.first_batch.close()
         error = self._first_error(raised)
-        explain(error, owner)
-        caused = owner.world.cause_of(error) if isinstance(error, Exception) else error
+        explain(error, trainer)
+        caused = trainer.world.cause_of(error) if isinstance(error, Exception) else error
         agreed = isinstance(error, Interrupted) and not error.late  # all ranks obey this signal together
         if not isinstance(error, Exception) and not agreed:
-            owner.world.report_error(error)
+            trainer.world.report_error(error)
         try:
             failures = rescue(boundary, caused) if record.has_begun else []
         except BaseException as second:  # a second Ctrl-C
@@ -266,7 +266,7 @@ class FitContext:
         boundary.clock.update()
         if record.has_begun and record.failed and save_error is None:
             record.weights = None
-        ending, owner._counters.stopped = ends_in(caused, grace=run.signals.grace)
+        ending, trainer._counters.stopped = ends_in(caused, grace=run.signals.grace)
         if save_error is not None and save_error is not caused:
             failures.insert(0, f"the state at the end could not be saved: {save_error}")
         for failure in failures:
@@ -292,10 +292,10 @@ class FitContext:
         An observer that fails is a note on that error; where there is none, the first failure is raised, after all
         observers were called. A second Ctrl-C ends it at once.
         """
-        owner, record, result = self._owner, self._owner._record, FitEnd(self._boundary).make_result()
+        trainer, record, result = self._trainer, self._trainer._record, FitEnd(self._boundary).make_result()
         if record.has_begun:
-            owner.result = result
-            record.stages = [*record.stages[: owner._counters.stage], _summary(owner, result)]
+            trainer.result = result
+            record.stages = [*record.stages[: trainer._counters.stage], _summary(trainer, result)]
         for observer in self._started:
             try:
                 observer.on_fit_end(result)
@@ -308,10 +308,10 @@ class FitContext:
 
     def _end_by_signal(self, interrupted: Interrupted) -> BaseException:
         """Return what `fit` raises for a signal that came while it was made ready, or after its end."""
-        owner = self._owner
+        trainer = self._trainer
         ending, reason = ends_in(interrupted, grace=self._signals.grace)
-        if owner.result is not None and owner.result is not self._result_before:
-            owner.result = replace(owner.result, stopped=reason)
+        if trainer.result is not None and trainer.result is not self._result_before:
+            trainer.result = replace(trainer.result, stopped=reason)
         return ending
 
 
@@ -342,34 +342,34 @@ def _with_failure(error: BaseException | None, failed: BaseException, call: str)
     return error
 
 
-def _summary(owner: Owner, result: Result) -> dict[str, Any]:
+def _summary(trainer: TrainerLike, result: Result) -> dict[str, Any]:
     """Return how a stage ended, as plain data for the checkpoints of later ones."""
-    counters, restored = owner._counters, owner._record.outcome.restored
+    counters, restored = trainer._counters, trainer._record.outcome.restored
     left = counters.earlier_updates + counters.updates if restored is None else restored.update
     best = None if result.best is None else {**asdict(result.best), "path": None}
     ended = {"weights": result.weights, "best": best, "notes": list(result.notes), "final": result.final_validation}
-    return {"counters": counters.state_dict(), "rows": len(owner.history), "left": left, **ended}
+    return {"counters": counters.state_dict(), "rows": len(trainer.history), "left": left, **ended}
 
 
-def _release_run(owner: Owner, run: Run) -> None:
-    """Take the run from its owner, but for the records that the next stage needs."""
-    record = owner._record
+def _release_run(trainer: TrainerLike, run: Run) -> None:
+    """Take the run from its trainer, but for the records that the next stage needs."""
+    record = trainer._record
     record.schedules = tuple(run.schedules.values())
     run.strategy.close()
     if record.path.splits is not None:
         record.path.splits = record.path.splits.summary()
-    owner._bind_run(NOT_RUNNING, NOT_RUNNING)
+    trainer._bind_run(NOT_RUNNING, NOT_RUNNING)
 
 
-def _check_saves(owner: Owner, run: Run, boundary: Boundary) -> list[str]:
+def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str]:
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
     assert boundary.manager is not None
-    owner._record.run_id = boundary.manager.run_id
+    trainer._record.run_id = boundary.manager.run_id
     run.source.must_resume = True
-    parts, ours = owner.parts(), parts_of(run, boundary)
+    parts, ours = trainer.parts(), parts_of(run, boundary)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
         raise SettingError(
-            f"parts() of {type(owner).__name__} leaves out {listed(lost, 5)}: no checkpoint would hold them",
+            f"parts() of {type(trainer).__name__} leaves out {listed(lost, 5)}: no checkpoint would hold them",
             want="the parts of the Trainer, and your own beside them",
             fix="def parts(self): return super().parts() | {...}",
         )
@@ -377,26 +377,26 @@ def _check_saves(owner: Owner, run: Run, boundary: Boundary) -> list[str]:
     run.rollback.bind(own)
     with run.weights.evaluated():
         tree = gather(parts)
-    check_savable(tree, owner.metrics)
-    if any(map(has_scheduler, owner.optimizers.values())):
+    check_savable(tree, trainer.metrics)
+    if any(map(has_scheduler, trainer.optimizers.values())):
         states = {name: tree[name] for name in tree if name in own or name == "state"}
-        check_saved_schedulers(owner.optimizers, own, states)
+        check_saved_schedulers(trainer.optimizers, own, states)
     return [line for line in [run.source.resumes] if line]
 
 
-def _rehearse(owner: Owner, run: Run, val: Mapping[str, Source]) -> None:
+def _rehearse(trainer: TrainerLike, run: Run, val: Mapping[str, Source]) -> None:
     """Run one validation batch without a trace, so that its mistakes are raised before the first update."""
-    owner._tracker.must_feed = not val and bool(owner.metrics)
-    validated = {name: _validated_numbers(owner, name, source) for name, source in val.items()}
-    watched = watched_numbers(owner, [schedule.monitor for schedule in run.schedules.values()])
+    trainer._tracker.must_feed = not val and bool(trainer.metrics)
+    validated = {name: _validated_numbers(trainer, name, source) for name, source in val.items()}
+    watched = watched_numbers(trainer, [schedule.monitor for schedule in run.schedules.values()])
     if watched:
-        check_watched(owner, watched, validated)
+        check_watched(trainer, watched, validated)
 
 
-def _validated_numbers(owner: Owner, name: str, source: Source) -> set[str]:
+def _validated_numbers(trainer: TrainerLike, name: str, source: Source) -> set[str]:
     """Return the names of the numbers of a validation set."""
     if not source.repeatable:
-        return {f"{name}_{number}" for number in ("loss", *owner.metrics)}
+        return {f"{name}_{number}" for number in ("loss", *trainer.metrics)}
     # An evaluation does not undo changes of buffers by its own forwards.
-    with Snapshot(Buffers(lambda: networks_of(owner))):
-        return set(evaluate(owner, source, name=name, batches=1).numbers)
+    with Snapshot(Buffers(lambda: networks_of(trainer))):
+        return set(evaluate(trainer, source, name=name, batches=1).numbers)

@@ -7,16 +7,16 @@ from typing import Any
 
 from trainwright.core.checks import settings_text
 from trainwright.optim.clip import ClipNorm
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping", "average", "on_nonfinite")
 
 
-def in_brief(owner: Owner) -> tuple[str, ...]:
+def in_brief(trainer: TrainerLike) -> tuple[str, ...]:
     """Return the slots that are set: `schedule OneCycle(max_lr=0.01)`, `clip 1.0`, `average EMA(0.999)`."""
-    slots = {"schedule": owner.schedule, "clip": owner.clip, "average": owner.average}
+    slots = {"schedule": trainer.schedule, "clip": trainer.clip, "average": trainer.average}
     texts = {name: _by_optimizer(setting) for name, setting in slots.items() if setting is not None}
-    texts["frozen"] = ", ".join(owner.frozen)
+    texts["frozen"] = ", ".join(trainer.frozen)
     return tuple(f"{name} {text}" for name, text in texts.items() if text)
 
 
@@ -27,13 +27,13 @@ def _by_optimizer(setting: Any) -> str:
     return _text(setting)
 
 
-def settings_of(owner: Owner) -> dict[str, str]:
+def settings_of(trainer: TrainerLike) -> dict[str, str]:
     """Return the model's class, the optimizers' classes and every slot that affects training, as text."""
-    slots = {name: _text(getattr(owner, name)) for name in SLOTS}
-    by_epoch = dict(owner.accumulate)
+    slots = {name: _text(getattr(trainer, name)) for name in SLOTS}
+    by_epoch = dict(trainer.accumulate)
     slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
-    optimizers = ", ".join(f"{name}={_class_of(optimizer)}" for name, optimizer in sorted(owner.optimizers.items()))
-    return {"model": type(owner.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
+    optimizers = ", ".join(f"{name}={_class_of(optimizer)}" for name, optimizer in sorted(trainer.optimizers.items()))
+    return {"model": type(trainer.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
 
 
 def changed(saved: dict[str, str], now: dict[str, str]) -> str:

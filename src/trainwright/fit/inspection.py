@@ -28,7 +28,7 @@ from trainwright.observers.profiler import Profile
 from trainwright.observers.throughput import Throughput
 from trainwright.protocols import listeners
 from trainwright.update import batches
-from trainwright.update.owner import Owner, active_observers
+from trainwright.update.trainer_like import TrainerLike, active_observers
 from trainwright.update.window import find_rows
 
 if TYPE_CHECKING:
@@ -58,8 +58,10 @@ class Inspector:
 
 def inspectors_of(run: Run) -> list[Inspector]:
     """Return an inspector for each `RunObserver`: clocks first, probes last."""
-    observers = run.owner.observers
-    clocks = [SpeedMeter(observer, run) for observer in active_observers(run.owner) if isinstance(observer, Throughput)]
+    observers = run.trainer.observers
+    clocks = [
+        SpeedMeter(observer, run) for observer in active_observers(run.trainer) if isinstance(observer, Throughput)
+    ]
     profiles = [ProfileRecorder(observer, run) for observer in observers if isinstance(observer, Profile)]
     weights = [WeightMeter(observer, run) for observer in observers if isinstance(observer, Statistics)]
     probes = [ProbeRunner(observer, run) for observer in observers if isinstance(observer, Probe)]
@@ -77,8 +79,8 @@ class ProbeRunner(Inspector):
         """Call the function where its turn has come, unless it was called before the validation was interrupted."""
         run, counters = self._run, self._run.counters
         if not counters.interrupted_validation and self._trigger.fires(counters, epoch_ended=epoch_ended):
-            with probe_context(run.owner, run.source):
-                numbers = self._probe.fn(run.owner)
+            with probe_context(run.trainer, run.source):
+                numbers = self._probe.fn(run.trainer)
             run.tracker.record_probe(numbers, self._probe.name)
 
     def next_update(self) -> float:
@@ -90,12 +92,12 @@ class SpeedMeter(Inspector):
     """Measures the speed for one `Throughput`: the rows trained, and the time of the updates alone."""
 
     def __init__(self, settings: Throughput, run: Run) -> None:
-        self._run, self._owner, self._settings = run, run.owner, settings
+        self._run, self._trainer, self._settings = run, run.trainer, settings
         self._trigger = Trigger(settings.duration, run.counters, of="every")
         self._alone = run.rank_sync is None
-        self._operations = OperationCount(settings, run.owner)
-        self._on_speed = listeners(active_observers(run.owner), "on_speed")
-        self._stream = torch.cuda.current_stream(run.owner.device) if run.owner.device.type == "cuda" else None
+        self._operations = OperationCount(settings, run.trainer)
+        self._on_speed = listeners(active_observers(run.trainer), "on_speed")
+        self._stream = torch.cuda.current_stream(run.trainer.device) if run.trainer.device.type == "cuda" else None
         self._memory_epoch, self._memory_sizes = -1, dict[str, int]()
         self._begin(run.counters.rows, run.counters.updates)
         self.after_boundary()
@@ -134,7 +136,7 @@ class SpeedMeter(Inspector):
             peak=peak,
             looks=self._samples,
             busy=self._busy,
-            memory=self._memory(counters.epoch) | device_memory(self._owner.device),
+            memory=self._memory(counters.epoch) | device_memory(self._trainer.device),
             note=note,
         )
         self._begin(counters.rows, counters.updates)
@@ -144,7 +146,7 @@ class SpeedMeter(Inspector):
     def _memory(self, epoch: int) -> dict[str, int]:
         """Return the memory of the run, measured once per epoch: that visits every tensor."""
         if self._memory_epoch != epoch:
-            self._memory_epoch, self._memory_sizes = epoch, memory_by_kind(self._owner)
+            self._memory_epoch, self._memory_sizes = epoch, memory_by_kind(self._trainer)
         return self._memory_sizes
 
     def _begin(self, rows: int, updates: int) -> None:
@@ -156,8 +158,8 @@ class SpeedMeter(Inspector):
 class OperationCount:
     """The operations per row and the peak of the devices, computed once, after the first window."""
 
-    def __init__(self, settings: Throughput, owner: Owner) -> None:
-        self._settings, self._owner = settings, owner
+    def __init__(self, settings: Throughput, trainer: TrainerLike) -> None:
+        self._settings, self._trainer = settings, trainer
         self._result: tuple[float | None, float | None, str] | None = None
 
     def per_row(self, window: Any) -> tuple[float | None, float | None, str]:
@@ -167,33 +169,33 @@ class OperationCount:
         return self._result
 
     def _find(self, window: Any) -> tuple[float | None, float | None, str]:
-        settings, owner = self._settings, self._owner
-        device = torch.cuda.get_device_name(owner.device) if owner.device.type == "cuda" else owner.device.type
+        settings, trainer = self._settings, self._trainer
+        device = torch.cuda.get_device_name(trainer.device) if trainer.device.type == "cuda" else trainer.device.type
         peak = settings.peak or peak_of(device)
         if peak is None:
             return settings.flops_per_row, None, f"the peak of {device} is not known: Throughput(peak=...)"
-        peak *= owner.world.size
+        peak *= trainer.world.size
         if settings.flops_per_row is not None:
             return settings.flops_per_row, peak, ""
-        unknown = _why_unknown(owner, window)
+        unknown = _why_unknown(trainer, window)
         if unknown:
             return None, peak, f"{unknown}: Throughput(flops_per_row=...)"
         try:
-            return _counted(owner, window.batches[0]), peak, ""
+            return _counted(trainer, window.batches[0]), peak, ""
         except Exception as error:  # the model's own, which may be any: it was not written for the meta device
             why = first_line(error, 80)
             return None, peak, f"the model does not run on the meta device ({why}): Throughput(flops_per_row=...)"
 
 
-def memory_by_kind(owner: Owner) -> dict[str, int]:
+def memory_by_kind(trainer: TrainerLike) -> dict[str, int]:
     """Return the bytes of the run's tensors on this rank, by kind."""
-    parameters = list(owner.model.parameters())
-    states = [state for optimizer in owner.optimizers.values() for state in optimizer.state.values()]
+    parameters = list(trainer.model.parameters())
+    states = [state for optimizer in trainer.optimizers.values() for state in optimizer.state.values()]
     return {
         "parameters": _size(parameters),
         "gradients": _size(p.grad for p in parameters if p.grad is not None),
         "optimizer": _size(tensors_in(states)),
-        "buffers": _size(owner.model.buffers()),
+        "buffers": _size(trainer.model.buffers()),
     }
 
 
@@ -204,27 +206,27 @@ def _size(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
-def _why_unknown(owner: Owner, window: Any) -> str:
+def _why_unknown(trainer: TrainerLike, window: Any) -> str:
     """Return why the operations per row cannot be counted; empty where they can."""
-    hooks = owner._hooks
+    hooks = trainer._hooks
     if hooks.overrides_training_step or hooks.overrides_compute_gradients or hooks.overrides_update:
         return "steps of your own may call the model any number of times"
     if hooks.split is not batches.split:
         return "a split of your own may give the model any inputs"
     if window is None or not find_rows(window.batches[0]):
         return "the number of rows of a batch is unknown"
-    if is_sharded(*owner.model.parameters()):
+    if is_sharded(*trainer.model.parameters()):
         return "a sharded model cannot be copied to the meta device"
     return ""
 
 
-def _counted(owner: Owner, batch: Any) -> float:
+def _counted(trainer: TrainerLike, batch: Any) -> float:
     """Return the operations per row: those of a forward and a backward of one batch, over its rows."""
-    inputs, _ = batches.split(batch) if owner.loss is not None else (batch, None)
+    inputs, _ = batches.split(batch) if trainer.loss is not None else (batch, None)
     if isinstance(inputs, Mapping):
-        flops = count_flops(owner.model, **inputs)
+        flops = count_flops(trainer.model, **inputs)
     else:
-        flops = count_flops(owner.model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
+        flops = count_flops(trainer.model, *(inputs if isinstance(inputs, tuple | list) else (inputs,)))
     rows = find_rows(batch)
     assert rows  # checked by `_why_unknown`
     return flops / rows
@@ -234,7 +236,7 @@ class ProfileRecorder(Inspector):
     """Records one profile of a run. All ranks pause for it, and rank 0 records."""
 
     def __init__(self, settings: Profile, run: Run) -> None:
-        self._settings, self._run, self._is_main = settings, run, run.owner.is_main
+        self._settings, self._run, self._is_main = settings, run, run.trainer.is_main
         first = run.counters.updates + settings.after
         self._stops = [first - 1, first, first + settings.updates]
         """The updates after which it warms up, begins and ends."""
@@ -261,7 +263,7 @@ class ProfileRecorder(Inspector):
         elif len(self._stops) == 3 and self._is_due():
             self._stops.pop(0)
             if self._is_main:
-                self._settings.warm_up(self._run.owner.device)
+                self._settings.warm_up(self._run.trainer.device)
         elif len(self._stops) == 2 and self._is_due():
             self._stops.pop(0)
             if self._is_main:
@@ -275,8 +277,8 @@ class WeightMeter(Inspector):
     """Measures the weights before and after every n-th update. All ranks pause for it, and rank 0 measures."""
 
     def __init__(self, settings: Statistics, run: Run) -> None:
-        self._settings, self._run, self._owner = settings, run, run.owner
-        self._on_statistics = listeners(active_observers(run.owner), "on_statistics")
+        self._settings, self._run, self._trainer = settings, run, run.trainer
+        self._on_statistics = listeners(active_observers(run.trainer), "on_statistics")
         self._before: list[tuple[str, Tensor, Tensor]] = []
         """Name, parameter and a copy of it, where the next update is measured."""
         self._check()
@@ -304,13 +306,15 @@ class WeightMeter(Inspector):
     def after_boundary(self) -> None:
         """Copy the weights where the next update is measured."""
         self._before = []
-        if (self._run.counters.updates + 1) % self._settings.duration.n == 0 and self._owner.is_main:
+        if (self._run.counters.updates + 1) % self._settings.duration.n == 0 and self._trainer.is_main:
             self._before = [(name, parameter, parameter.detach().clone()) for name, parameter in self._chosen()]
 
     def _chosen(self) -> list[tuple[str, Any]]:
         pattern = self._settings.parameters
         return [
-            (name, parameter) for name, parameter in self._owner.model.named_parameters() if fnmatchcase(name, pattern)
+            (name, parameter)
+            for name, parameter in self._trainer.model.named_parameters()
+            if fnmatchcase(name, pattern)
         ]
 
     def _check(self) -> None:
@@ -318,7 +322,7 @@ class WeightMeter(Inspector):
         if is_sharded(*(parameter for _, parameter in chosen)):
             raise not_built("Statistics of a model in shards", "DDP(), or leave it out")
         if not chosen:
-            names = [name for name, _ in self._owner.model.named_parameters()]
+            names = [name for name, _ in self._trainer.model.named_parameters()]
             pattern = self._settings.parameters
             what = f"Statistics(parameters={pattern!r}) matches none of the model's.{did_you_mean(pattern, names)}"
             raise SettingError(what, have=", ".join(names[:8]), fix='Statistics(parameters="*")')

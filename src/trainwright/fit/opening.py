@@ -21,11 +21,11 @@ from trainwright.fit.record import StageRecord
 from trainwright.optim.named import check_schedulers
 from trainwright.update.hooks import Hooks
 from trainwright.update.loss_tracker import LossTracker
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 
 def open_data(
-    owner: Owner, train: Any, val: Any, *, ends: Ends, batch_size: int | None, joins: bool = True
+    trainer: TrainerLike, train: Any, val: Any, *, ends: Ends, batch_size: int | None, joins: bool = True
 ) -> tuple[Source, dict[str, Source]]:
     """Open training data, and validation data by the prefix of their numbers: "val", or "val_<key>" of a dict.
 
@@ -35,13 +35,13 @@ def open_data(
     from trainwright.data.streams import Continuing
     from trainwright.update.per_rank_state import assign_shard
 
-    _check_trainable(owner)
+    _check_trainable(trainer)
     if isinstance(val, int | float | Tensor | np.ndarray):
         _check_val(train, val)
     ends.check_given()
     sets = {} if val is None else _named_sets(val)
     # A function of the epoch may draw random numbers. Ranks join here first: a rank that is alone is found at once.
-    with _joined_ranks(owner) if joins and owner.world.size > 1 else nullcontext():
+    with _joined_ranks(trainer) if joins and trainer.world.size > 1 else nullcontext():
         source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
         held_out = {
             # A batch size holds for validation data too, where they are rows and not batches already.
@@ -50,8 +50,8 @@ def open_data(
         }
     if ends.epoch_updates is not None and source.length is None:
         source = Continuing(source)
-    if owner.world.size > 1:
-        assign_shard(owner, source, *held_out.values())
+    if trainer.world.size > 1:
+        assign_shard(trainer, source, *held_out.values())
     for name, opened in held_out.items():
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=not _reads(train, sets[name]))
@@ -64,11 +64,11 @@ def _reads(train: Any, data: Any) -> bool:
 
 
 @contextmanager
-def _joined_ranks(owner: Owner) -> Iterator[None]:
+def _joined_ranks(trainer: TrainerLike) -> Iterator[None]:
     """A context in which several ranks are monitored and have the random state of rank 0."""
     from trainwright.update.per_rank_state import position_text, rng_of_rank0
 
-    with owner.world.watch(partial(position_text, owner)), rng_of_rank0(owner.world):
+    with trainer.world.watch(partial(position_text, trainer)), rng_of_rank0(trainer.world):
         yield
 
 
@@ -83,22 +83,22 @@ _OWN = {
 """The attributes of a Trainer that a run writes to, which a subclass must not replace."""
 
 
-def _check_trainable(owner: Owner) -> None:
+def _check_trainable(trainer: TrainerLike) -> None:
     """Refuse to train where a subclass has replaced an attribute, without an optimizer, or with lazy modules."""
     for name, kind in _OWN.items():
-        if not isinstance(getattr(owner, name), kind):
-            have = f"a {type(getattr(owner, name)).__name__}"
+        if not isinstance(getattr(trainer, name), kind):
+            have = f"a {type(getattr(trainer, name)).__name__}"
             what = f"self.{name} was replaced: the Trainer has a {kind.__name__} under this name"
             fix = f"self.my_{name.removeprefix('_')} = ..., or an entry of self.state"
             raise SettingError(what, have=have, fix=fix)
-    if not owner.optimizers:
+    if not trainer.optimizers:
         raise SettingError(
             "fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)"
         )
-    if owner.schedule is not None:
-        check_schedulers(owner.schedule, owner.optimizers)  # again: a torch scheduler may have been built since
+    if trainer.schedule is not None:
+        check_schedulers(trainer.schedule, trainer.optimizers)  # again: a torch scheduler may have been built since
     # A checkpoint, an average and the header need the shapes of all parameters.
-    lazy = next((name for name, parameter in owner.model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
+    lazy = next((name for name, parameter in trainer.model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
     if lazy is not None:
         raise SettingError(f"{lazy} has no shape yet", fix="call model(one_batch) once before fit")
 
@@ -126,22 +126,22 @@ def _check_val(train: Any, val: Any) -> None:
         )
 
 
-def open_sets(owner: Owner, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
+def open_sets(trainer: TrainerLike, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
     """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
     sets = _named_sets(data, name)
-    return {prefix: open_one(owner, given, prefix, batch_size=batch_size) for prefix, given in sets.items()}
+    return {prefix: open_one(trainer, given, prefix, batch_size=batch_size) for prefix, given in sets.items()}
 
 
-def open_one(owner: Owner, data: Any, role: str, *, batch_size: int | None) -> Source:
+def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | None) -> Source:
     """Open data for one pass, of which each of several ranks runs its shard."""
     role = "evaluated" if role == "train" else role  # the user may have chosen that name
     # A function may draw random numbers.
-    with _joined_ranks(owner) if is_function(data) and owner.world.size > 1 else nullcontext():
+    with _joined_ranks(trainer) if is_function(data) and trainer.world.size > 1 else nullcontext():
         opened = open_source(data, batch_size=batch_size, role=role)
-    if owner.world.size > 1:
+    if trainer.world.size > 1:
         from trainwright.update.per_rank_state import assign_shard
 
-        assign_shard(owner, opened)
+        assign_shard(trainer, opened)
     return opened
 
 

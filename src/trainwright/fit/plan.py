@@ -19,8 +19,8 @@ from trainwright.core.suggestions import did_you_mean, nearest
 from trainwright.data.source import Source
 from trainwright.metrics.metrics import OverAll
 from trainwright.optim.named import fused_hint
-from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import describe_ranks
+from trainwright.update.trainer_like import TrainerLike
 
 if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
@@ -89,7 +89,7 @@ class Resume:
 
 
 def make_plan(
-    owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, notes: tuple[str, ...] = ()
+    trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, ends: Ends, notes: tuple[str, ...] = ()
 ) -> Plan:
     """Return the plan of a `fit`; SettingError or DataError where its data cannot be read as often as it ends."""
     if ends.epoch_updates is not None and source.length is not None:
@@ -102,57 +102,57 @@ def make_plan(
         _check_passes(source, val, ends)
     from trainwright.fit.describe import in_brief  # at a first fit: imports stay quick
 
-    schedules = owner.schedule.values() if isinstance(owner.schedule, Mapping) else [owner.schedule]
-    watched = watched_numbers(owner, [getattr(schedule, "monitor", None) for schedule in schedules])
+    schedules = trainer.schedule.values() if isinstance(trainer.schedule, Mapping) else [trainer.schedule]
+    watched = watched_numbers(trainer, [getattr(schedule, "monitor", None) for schedule in schedules])
     plan = Plan(
-        model=_class_of(owner.model),
-        parameters=sum(parameter.numel() for parameter in owner.model.parameters()),
-        frozen=sum(parameter.numel() for parameter in owner.model.parameters() if not parameter.requires_grad),
-        device=_describe_device(owner.device),
-        precision="" if owner.precision is None else str(owner.precision),
+        model=_class_of(trainer.model),
+        parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        frozen=sum(parameter.numel() for parameter in trainer.model.parameters() if not parameter.requires_grad),
+        device=_describe_device(trainer.device),
+        precision="" if trainer.precision is None else str(trainer.precision),
         train=source.describe(),
         val=_describe_val(val),
         batches=source.length,
         rows=source.rows,
         batch_size=source.batch_size,
-        accumulate=owner.accumulate,
+        accumulate=trainer.accumulate,
         epochs=ends.epochs,
         max_updates=ends.max_updates,
         max_seconds=ends.max_seconds,
         epoch_updates=ends.epoch_updates,
-        settings=in_brief(owner),
+        settings=in_brief(trainer),
         watched=tuple(dict.fromkeys(name for name, _ in watched)),
     )
-    return replace(plan, notes=(*notes, *_notes(owner, source, plan, ends=ends)))
+    return replace(plan, notes=(*notes, *_notes(trainer, source, plan, ends=ends)))
 
 
-def watched_numbers(owner: Owner, scheduled: Iterable[Any]) -> list[tuple[str, str]]:
+def watched_numbers(trainer: TrainerLike, scheduled: Iterable[Any]) -> list[tuple[str, str]]:
     """Return the numbers that slots compare, each with its slot; `scheduled`: those of the schedules."""
     watched = [(name, "the schedule") for name in scheduled]
-    if owner.checkpoint is not None:
-        watched.insert(0, (owner.checkpoint.best, "Checkpoint(best=...)"))
-    if owner.early_stopping is not None:
-        watched.insert(0, (owner.early_stopping.monitor, "EarlyStopping"))
+    if trainer.checkpoint is not None:
+        watched.insert(0, (trainer.checkpoint.best, "Checkpoint(best=...)"))
+    if trainer.early_stopping is not None:
+        watched.insert(0, (trainer.early_stopping.monitor, "EarlyStopping"))
     return [(name, slot) for name, slot in watched if isinstance(name, str)]
 
 
-def check_watched(owner: Owner, watched: list[tuple[str, str]], validated: Mapping[str, set[str]]) -> None:
+def check_watched(trainer: TrainerLike, watched: list[tuple[str, str]], validated: Mapping[str, set[str]]) -> None:
     """Refuse a number that a slot compares and that nothing produces.
 
     `validated`: the names of the numbers of each validation set.
     """
     # The keys of the dict that a metric returns are unknown before it has run: without validation data, and for a
     # metric over all rows. A number of such a name may come.
-    over_all = [name for name, metric in owner.metrics.items() if isinstance(metric, OverAll)]
+    over_all = [name for name, metric in trainer.metrics.items() if isinstance(metric, OverAll)]
     starts = [f"{prefix}_{name}_" for prefix in validated for name in over_all]
-    starts += [] if validated else [f"{name}_" for name in owner.metrics]
-    produced = {"loss", *owner.metrics}
+    starts += [] if validated else [f"{name}_" for name in trainer.metrics]
+    produced = {"loss", *trainer.metrics}
     for prefix, numbers in validated.items():
-        keyed = tuple(f"{prefix}_{metric}_" for metric in owner.metrics)  # training reports these keys, too
+        keyed = tuple(f"{prefix}_{metric}_" for metric in trainer.metrics)  # training reports these keys, too
         produced |= numbers | {name.removeprefix(f"{prefix}_") for name in numbers if name.startswith(keyed)}
     for name, slot in watched:
-        logged = owner._hooks.may_log_any_name and not name.startswith("val_")
-        may_come = logged or (owner._hooks.overrides_evaluate and bool(validated))
+        logged = trainer._hooks.may_log_any_name and not name.startswith("val_")
+        may_come = logged or (trainer._hooks.overrides_evaluate and bool(validated))
         if name not in produced and not name.startswith(tuple(starts)) and not may_come:
             raise _not_produced(name, slot, has_val=bool(validated), produced=produced)
 
@@ -211,21 +211,21 @@ def _check_passes(source: Source, val: Mapping[str, Source], ends: Ends) -> None
             )
 
 
-def _notes(owner: Owner, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
+def _notes(trainer: TrainerLike, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
     """Return the lines of the header on ranks, data, slots and choices."""
-    notes = [] if owner.world.size == 1 else describe_ranks(owner, plan, apart=source.sharded)
+    notes = [] if trainer.world.size == 1 else describe_ranks(trainer, plan, apart=source.sharded)
     notes += [source.note] if source.note else []
-    if plan.val and owner._hooks.overrides_training_step and not owner._hooks.overrides_validation_step:
+    if plan.val and trainer._hooks.overrides_training_step and not trainer._hooks.overrides_validation_step:
         notes.append("validates by your training_step, in eval mode")
-    if plan.precision == "tf32" and owner.device.type == "cpu":
+    if plan.precision == "tf32" and trainer.device.type == "cpu":
         notes.append("tf32 has no effect on a cpu")
-    notes += fused_hint(owner.optimizers, plan.updates) if owner.fast.defaults else []
-    if owner.early_stopping is not None:
-        notes.append(f"stops early on {owner.early_stopping.monitor}")
-    if owner.checkpoint is not None:
-        notes += _describe_checkpoint(owner.checkpoint, source, plan, ends=ends)
-    if isinstance(owner.loss, nn.Module) and any(True for _ in owner.loss.parameters()):
-        notes += _describe_trained_loss(owner)
+    notes += fused_hint(trainer.optimizers, plan.updates) if trainer.fast.defaults else []
+    if trainer.early_stopping is not None:
+        notes.append(f"stops early on {trainer.early_stopping.monitor}")
+    if trainer.checkpoint is not None:
+        notes += _describe_checkpoint(trainer.checkpoint, source, plan, ends=ends)
+    if isinstance(trainer.loss, nn.Module) and any(True for _ in trainer.loss.parameters()):
+        notes += _describe_trained_loss(trainer)
     return notes
 
 
@@ -249,10 +249,10 @@ def _warn_of_late_saves(source: Source, plan: Plan, *, ends: Ends) -> list[str]:
     return [f"saves at the end alone{perhaps}: give Checkpoint(..., every=Updates(n)) for more"]
 
 
-def _describe_trained_loss(owner: Owner) -> list[str]:
+def _describe_trained_loss(trainer: TrainerLike) -> list[str]:
     """Return a line where the model may end with other weights than the last, and the loss may not."""
-    early, checkpoint = owner.early_stopping, owner.checkpoint
+    early, checkpoint = trainer.early_stopping, trainer.checkpoint
     restores = (early is not None and early.restore_best) or (checkpoint is not None and checkpoint.restore_best)
-    if owner.average is None and not restores:
+    if trainer.average is None and not restores:
         return []
     return ["the parameters of the loss are trained and saved, but neither averaged nor restored with the best"]

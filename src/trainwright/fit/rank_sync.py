@@ -17,7 +17,7 @@ from trainwright.data.source import Source
 from trainwright.fit.describe import settings_of
 from trainwright.fit.plan import Ends
 from trainwright.observers.probes import Probe, RunObserver
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 
 SECONDS = 1.0
 """About how often the ranks exchange their requests."""
@@ -27,21 +27,23 @@ _DEVICE = re.compile(r"\b([a-z]+):\d+\b")
 _DATA_NAMES = ("training data", "validation data")
 
 
-def check_same_config(owner: Owner, source: Source, val: Mapping[str, Source], *, ends: Ends, resumes: bool) -> None:
+def check_same_config(
+    trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, ends: Ends, resumes: bool
+) -> None:
     """Raise SettingError on every rank where one was given other data, ends, settings or another model.
 
     For several ranks. Compares lengths, rows, batch sizes, texts of settings and shapes, without reading a row.
     """
     given = {
-        **_settings(owner),
-        "model": _layout(owner.model),
+        **_settings(trainer),
+        "model": _layout(trainer.model),
         "training data": _sizes(source),
         "validation data": ", ".join(f"{name}: {_sizes(data)}" for name, data in val.items()) or "none",
         "ends": _ends(ends),
-        "probes": _probes(owner),
+        "probes": _probes(trainer),
         "resume": "a resume" if resumes else "none",
     }
-    first, *others = owner.world.all_gather(given)
+    first, *others = trainer.world.all_gather(given)
     for rank, other in enumerate(others, start=1):
         for name in first:
             if first[name] != other[name]:
@@ -67,16 +69,16 @@ def _ends(ends: Ends) -> str:
     return ", ".join(f"{name}={value}" for name, value in values.items() if value is not None)
 
 
-def _settings(owner: Owner) -> dict[str, str]:
-    texts = {name: _DEVICE.sub(r"\1", text) for name, text in settings_of(owner).items()}
-    texts["metrics"] = ", ".join(owner.metrics or ()) or "none"
-    texts["checkpoint"] = "none" if owner.checkpoint is None else type(owner.checkpoint).__name__
+def _settings(trainer: TrainerLike) -> dict[str, str]:
+    texts = {name: _DEVICE.sub(r"\1", text) for name, text in settings_of(trainer).items()}
+    texts["metrics"] = ", ".join(trainer.metrics or ()) or "none"
+    texts["checkpoint"] = "none" if trainer.checkpoint is None else type(trainer.checkpoint).__name__
     return texts
 
 
-def _probes(owner: Owner) -> str:
+def _probes(trainer: TrainerLike) -> str:
     """Return the observers for which all ranks pause: a probe may be a forward of all of them."""
-    each = [observer for observer in owner.observers if isinstance(observer, RunObserver) and observer.name]
+    each = [observer for observer in trainer.observers if isinstance(observer, RunObserver) and observer.name]
     names = [
         f"{observer.name} every {observer.duration}" if isinstance(observer, Probe) else observer.name
         for observer in each
@@ -120,8 +122,8 @@ class RankSync:
     No update pays for it: between two exchanges nothing is sent. Rank 0 has the clock.
     """
 
-    def __init__(self, owner: Owner) -> None:
-        self._world, self._counters = owner.world, owner._counters
+    def __init__(self, trainer: TrainerLike) -> None:
+        self._world, self._counters = trainer.world, trainer._counters
         self.stop_reason = ""
         """The reason for which this rank stops, until it is exchanged."""
         self.at = 0.0

@@ -24,7 +24,7 @@ def rescue(boundary: Boundary, error: BaseException) -> list[str]:
     # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
     alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
     trained = bool(counters.rows or counters.earlier_updates)  # untrained, the corrected script may start fresh
-    saves_errors = run.owner.on_error == "save"
+    saves_errors = run.trainer.on_error == "save"
     can_save = trained and not alone
     is_complete = can_save and _is_complete(boundary, error, saves_errors=saves_errors)
     if can_save and not is_complete:

@@ -22,8 +22,8 @@ from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
 from trainwright.evaluation.passes import evaluation_weights
 from trainwright.modules.dtensors import is_sharded
-from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import position_text
+from trainwright.update.trainer_like import TrainerLike
 
 if TYPE_CHECKING:
     from trainwright.fit.boundary import Boundary
@@ -44,7 +44,7 @@ class FitEnd:
     """Loads the final weights at the end of a `fit`, and makes its Result."""
 
     def __init__(self, boundary: Boundary) -> None:
-        self._run, self._owner, self._counters = boundary.run, boundary.owner, boundary.counters
+        self._run, self._trainer, self._counters = boundary.run, boundary.trainer, boundary.counters
         self._ends, self._manager, self._watch = boundary.ends, boundary.manager, boundary.watch
         self._record, self._outcome = boundary.record, boundary.record.outcome
 
@@ -72,14 +72,14 @@ class FitEnd:
     def _load_into(self, best: Best, weights: Mapping[str, Any], *, source: str) -> None:
         """Load a best's weights, sharded or complete, into the model."""
         try:
-            load_into(self._owner.model, weights, source=source)
+            load_into(self._trainer.model, weights, source=source)
         except CheckpointError:
             self._warn_of(best, "are those of another model: it has changed since")
             return
         self._outcome.restored = best
 
     def _warn_of(self, best: Best, why: str) -> None:
-        if self._owner.is_main:  # all ranks come to the same, and one says it
+        if self._trainer.is_main:  # all ranks come to the same, and one says it
             what = f"the weights of the best {best.name} (update {best.update})"
             warn_user(f"{what} {why}; the model has the last ones")
 
@@ -107,7 +107,7 @@ class FitEnd:
         """Return a Result with the numbers of the counters."""
         counters = self._counters
         return Result(
-            history=list(self._owner.history),
+            history=list(self._trainer.history),
             updates=counters.updates,
             epochs=counters.epoch,
             stopped=counters.stopped,
@@ -132,7 +132,7 @@ class FitEnd:
         """Return lines on skipped updates, acceleration, failed saves and the place of a resume."""
         failing = "" if self._manager is None else self._manager.failing
         reported = self._run.strategy.reporter.note
-        lines = [*self._skip_notes(), *acceleration_notes(self._owner), failing, reported, *self._resume_notes()]
+        lines = [*self._skip_notes(), *acceleration_notes(self._trainer), failing, reported, *self._resume_notes()]
         return tuple(line for line in lines if line)
 
     def _skip_notes(self) -> tuple[str, ...]:
@@ -149,7 +149,7 @@ class FitEnd:
         """Return the note on where a run that ended in an error, or by a signal, can be resumed."""
         manager, again = self._manager, 'fit(..., resume="auto")'
         # Rank 0 writes: after an error, when no rank waits for another, only it knows which saves are complete.
-        if manager is None or not self._record.failed or not self._owner.is_main:
+        if manager is None or not self._record.failed or not self._trainer.is_main:
             return ()
         reached = self._counters.earlier_updates + self._counters.updates
         named = [path for path in manager.saved if is_update_name(path.name)]
@@ -171,25 +171,25 @@ def path_at(manager: CheckpointManager | None, update: int) -> Path | None:
     return next((path for path in complete if path is not None and path.name == update_name(update)), None)
 
 
-def write_weights(owner: Owner, path: str | Path) -> None:
+def write_weights(trainer: TrainerLike, path: str | Path) -> None:
     """Write the evaluation weights to one file, on rank 0; return, or raise its error, on every rank afterwards."""
     path = local_path(path, "save_weights({})", file=True)
-    with owner.world.watch(partial(position_text, owner)), evaluation_weights(owner):
-        weights = full_weights(owner)
-        if owner.world.size == 1:
+    with trainer.world.watch(partial(position_text, trainer)), evaluation_weights(trainer):
+        weights = full_weights(trainer)
+        if trainer.world.size == 1:
             save_weights(path, weights)
         else:
-            on_rank_zero(owner.world, lambda: save_weights(path, weights))
+            on_rank_zero(trainer.world, lambda: save_weights(path, weights))
 
 
-def full_weights(owner: Owner) -> dict[str, Any]:
+def full_weights(trainer: TrainerLike) -> dict[str, Any]:
     """Return the model's weights as plain tensors; of a sharded model on rank 0."""
-    if not owner.parallel.shards:
-        weights: dict[str, Any] = owner.model.state_dict()
+    if not trainer.parallel.shards:
+        weights: dict[str, Any] = trainer.model.state_dict()
         return weights
     from trainwright.distributed.fsdp import full_state_dict
 
-    return full_state_dict(owner.model, owner.world)
+    return full_state_dict(trainer.model, trainer.world)
 
 
 def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:

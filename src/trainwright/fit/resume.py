@@ -37,8 +37,8 @@ from trainwright.fit.saving import DataPosition
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree
-from trainwright.update.owner import Owner, active_observers
 from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_rank_state
+from trainwright.update.trainer_like import TrainerLike, active_observers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,7 +54,7 @@ class StartPlan:
     passes_over: ClassVar[bool] = False
     """Whether the stage has ended: nothing is trained in it."""
 
-    def execute(self, owner: Owner, boundary: Boundary) -> list[str]:
+    def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
         """Load the state that the `fit` starts with; return further lines of the header. No-op here."""
         return []
 
@@ -69,22 +69,22 @@ class ResumeFrom(StartPlan):
     with_data: bool = True
     """Whether the data are those that it was saved with, and continue at their position."""
 
-    def execute(self, owner: Owner, boundary: Boundary) -> list[str]:
+    def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
         """Load the checkpoint into everything bound; warn of differences where the run continues."""
-        counters, run = owner._counters, boundary.run
-        given = _settings(owner)
-        reports, lines, seek = _restore(self, owner, boundary)
-        reports += [*disable_wrong_kernels(owner.optimizers), *_unused(owner, given)]
+        counters, run = trainer._counters, boundary.run
+        given = _settings(trainer)
+        reports, lines, seek = _restore(self, trainer, boundary)
+        reports += [*disable_wrong_kernels(trainer.optimizers), *_unused(trainer, given)]
         _find_position(boundary)
         reports += seek()
-        if owner.world.is_main and not counters.stopped:  # a finished run does not continue
+        if trainer.world.is_main and not counters.stopped:  # a finished run does not continue
             for report in reports:
                 warn_user(report)  # it matters without a console too
         if counters.stopped or not counters.begun or not run.random.epoch_start_state or not self.with_data:
             # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins again
             run.random.resume_draws()
         at = counters.earlier_updates + counters.updates
-        for observer in active_observers(owner):
+        for observer in active_observers(trainer):
             observer.resume_at(at, counters.skipped, goes_on=not counters.stopped)
         return [*lines, *reports]
 
@@ -103,14 +103,14 @@ class AlreadyFinished(StartPlan):
     """How this stage ended."""
     passes_over: ClassVar[bool] = True
 
-    def execute(self, owner: Owner, boundary: Boundary) -> list[str]:
+    def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
         """Take the counters, history and weights that the stage ended with."""
         self.checkpoint.tree.clear()
-        owner._counters.load_state_dict(self.ended["counters"])
-        owner.history[:] = self.progress["history"][: self.ended["rows"]]
-        outcome, path = owner._record.outcome, path_at(boundary.manager, self.ended["left"])
+        trainer._counters.load_state_dict(self.ended["counters"])
+        trainer.history[:] = self.progress["history"][: self.ended["rows"]]
+        outcome, path = trainer._record.outcome, path_at(boundary.manager, self.ended["left"])
         outcome.earlier = self.ended
-        outcome.lacks_weights = path is None or not _load_model(owner, path)
+        outcome.lacks_weights = path is None or not _load_model(trainer, path)
         if outcome.lacks_weights:
             outcome.earlier = {**self.ended, "weights": "as built (those of this stage are gone)"}
         return []
@@ -119,14 +119,14 @@ class AlreadyFinished(StartPlan):
 # The plan is computed.
 
 
-def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> StartPlan:
+def plan_resume(trainer: TrainerLike, loaded: Loaded | None, asked: Resume) -> StartPlan:
     """Work out where the `fit` starts; SettingError, CheckpointError where the checkpoint is not of such a `fit`."""
     if loaded is None:
-        return _start_fresh(owner)
+        return _start_fresh(trainer)
     progress = _progress_of(loaded)
-    stage, saved_stage = owner._counters.stage, progress["counters"]["stage"]
+    stage, saved_stage = trainer._counters.stage, progress["counters"]["stage"]
     if saved_stage == stage:
-        return _resume_from(owner, loaded, asked, progress=progress)
+        return _resume_from(trainer, loaded, asked, progress=progress)
     if saved_stage > stage:
         return _already_finished(loaded, progress, stage=stage)
     if asked.where != "auto":
@@ -140,11 +140,11 @@ def plan_resume(owner: Owner, loaded: Loaded | None, asked: Resume) -> StartPlan
     return StartPlan()
 
 
-def _start_fresh(owner: Owner) -> StartPlan:
+def _start_fresh(trainer: TrainerLike) -> StartPlan:
     """Return the plan of a `fit` for which there is no checkpoint."""
-    if owner.checkpoint is None or not owner._record.follows_failure:
+    if trainer.checkpoint is None or not trainer._record.follows_failure:
         return StartPlan()
-    empty = f"no checkpoint in {owner.checkpoint.directory}"
+    empty = f"no checkpoint in {trainer.checkpoint.directory}"
     line = f"{empty}: it begins with the weights and the optimizer as the fit that failed has left them"
     return StartPlan(lines=(line,))
 
@@ -162,9 +162,9 @@ def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int
     )
 
 
-def _resume_from(owner: Owner, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumeFrom:
+def _resume_from(trainer: TrainerLike, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumeFrom:
     """Return the plan of a `fit` that resumes from a checkpoint of its own."""
-    fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(owner)
+    fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(trainer)
     if "optimizer" not in fresh and saved["optimizer"] != now["optimizer"]:
         raise _other_optimizer(loaded.path, saved=saved["optimizer"], now=now["optimizer"], fresh=fresh)
     lines = [f"resumed from {loaded.path} at update {loaded.manifest['update']}"]
@@ -256,45 +256,45 @@ def _is_history(value: object) -> bool:
 # The plan is executed.
 
 
-def _load_model(owner: Owner, path: Path) -> bool:
+def _load_model(trainer: TrainerLike, path: Path) -> bool:
     """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
     weights = load_weights(path)
     try:
-        load_into(owner.model, weights, source=str(path))
+        load_into(trainer.model, weights, source=str(path))
     except CheckpointError:
         return False
     return True
 
 
 def _restore(
-    plan: ResumeFrom, owner: Owner, boundary: Boundary
+    plan: ResumeFrom, trainer: TrainerLike, boundary: Boundary
 ) -> tuple[list[str], list[str], Callable[[], list[str]]]:
     """Give every part but the data its state.
 
     Return the reports of the parts, lines for the header alone, and the function that seeks the position in the data.
     """
     loaded = plan.checkpoint
-    parts, tree, origin = dict(owner.parts()), dict(loaded.tree), str(loaded.path)
+    parts, tree, origin = dict(trainer.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
-    has_ranks = owner.world.size > 1 or PROCESSES in tree
-    own, number = take_rank_state(owner, tree) if has_ranks else (None, 1)
+    has_ranks = trainer.world.size > 1 or PROCESSES in tree
+    own, number = take_rank_state(trainer, tree) if has_ranks else (None, 1)
     saved = tree.pop(PARAMETERS, None)
     if plan.fresh or not plan.with_data:
-        _leave_out(plan, owner, parts=parts, tree=tree)
+        _leave_out(plan, trainer, parts=parts, tree=tree)
     run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)
     matched = put_in_current_order(parts, tree, saved, origin=origin)
-    if is_sharded(*owner.model.parameters()):
+    if is_sharded(*trainer.model.parameters()):
         tree = _resharded(tree, parts, boundary)
     position = tree.pop("data", None)
     parts.pop("data", None)
-    with _same_lrs(owner) if "schedule" in plan.fresh else nullcontext():
+    with _same_lrs(trainer) if "schedule" in plan.fresh else nullcontext():
         reports = run_parts.restore(parts, tree, origin=origin)
     if has_ranks:
-        load_rank_state(owner, own)
+        load_rank_state(trainer, own)
     if not plan.with_data:
-        owner._counters.batch = 0
+        trainer._counters.batch = 0
         return reports, matched, list
-    part = DataPosition(boundary.run, other_size=number != owner.world.size)
+    part = DataPosition(boundary.run, other_size=number != trainer.world.size)
     return reports, matched, partial(run_parts.restore, {"data": part}, {"data": position}, origin=origin)
 
 
@@ -322,8 +322,8 @@ def _resharded(tree: dict[str, Tree], parts: dict[str, Any], boundary: Boundary)
 
     likes: dict[str, Any] = {}
     if boundary.copies_best:  # host tensors, with the sharding that the weights of the best are to have
-        likes["early_stopping"] = {"weights": copied_weights(boundary.owner.model, None)}
-    return place(tree, parts, likes=likes, world=boundary.owner.world)
+        likes["early_stopping"] = {"weights": copied_weights(boundary.trainer.model, None)}
+    return place(tree, parts, likes=likes, world=boundary.trainer.world)
 
 
 # Parts that start fresh.
@@ -335,7 +335,7 @@ _RATES = ("lr", "initial_lr", "momentum", "betas")
 """What a schedule sets in a parameter group."""
 
 
-def _leave_out(plan: ResumeFrom, owner: Owner, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+def _leave_out(plan: ResumeFrom, trainer: TrainerLike, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
     """Take the parts that start fresh out of both: they stay as they were built."""
     if not plan.with_data:
         for name in ("data", "totals"):
@@ -349,7 +349,7 @@ def _leave_out(plan: ResumeFrom, owner: Owner, *, parts: dict[str, Any], tree: d
         parts.pop(name, None)
         dropped = tree.pop(name, None)
         if name == "average" and dropped is not None:
-            tree["model"] = _trained_weights(owner.model, tree["model"], dropped)
+            tree["model"] = _trained_weights(trainer.model, tree["model"], dropped)
 
 
 def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any) -> dict[str, Any]:
@@ -370,11 +370,11 @@ def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any
 
 
 @contextmanager
-def _same_lrs(owner: Owner) -> Iterator[None]:
+def _same_lrs(trainer: TrainerLike) -> Iterator[None]:
     """Restore, after loading inside, the values in the parameter groups that a schedule sets."""
     before = [
         (optimizer, [{key: group[key] for key in _RATES if key in group} for group in optimizer.param_groups])
-        for optimizer in owner.optimizers.values()
+        for optimizer in trainer.optimizers.values()
     ]
     yield
     for optimizer, lrs in before:
@@ -394,10 +394,10 @@ def _set_lrs(optimizer: Optimizer, lrs: list[dict[str, Any]]) -> None:
 # Settings of optimizers that the checkpoint overrules.
 
 
-def _settings(owner: Owner) -> dict[str, dict[str, Any]]:
+def _settings(trainer: TrainerLike) -> dict[str, dict[str, Any]]:
     """Return the plain settings of every parameter group, of all optimizers in order."""
     settings = {}
-    for name, optimizer in owner.optimizers.items():
+    for name, optimizer in trainer.optimizers.items():
         taken = inspect.signature(type(optimizer)).parameters
         counted = set(optimizer.defaults) - set(taken)  # no settings: the optimizer counts in its groups
         for index, group in enumerate(optimizer.param_groups):
@@ -406,10 +406,10 @@ def _settings(owner: Owner) -> dict[str, dict[str, Any]]:
     return settings
 
 
-def _unused(owner: Owner, given: dict[str, dict[str, Any]]) -> list[str]:
+def _unused(trainer: TrainerLike, given: dict[str, dict[str, Any]]) -> list[str]:
     """Return a line for each setting that the checkpoint has overruled, but for those that a schedule sets."""
-    scheduled = _RATES if _has_schedule(owner) else ()
-    loaded = _settings(owner)
+    scheduled = _RATES if _has_schedule(trainer) else ()
+    loaded = _settings(trainer)
     return [
         f"resumed: {key}={loaded[name].get(key)!r} of the {name} is the checkpoint's, {mine!r} is not used"
         for name, settings in given.items()
@@ -418,6 +418,6 @@ def _unused(owner: Owner, given: dict[str, dict[str, Any]]) -> list[str]:
     ]
 
 
-def _has_schedule(owner: Owner) -> bool:
+def _has_schedule(trainer: TrainerLike) -> bool:
     """Whether rates are set by a schedule, or by a torch scheduler that the user has built."""
-    return owner.schedule is not None or any(map(has_scheduler, owner.optimizers.values()))
+    return trainer.schedule is not None or any(map(has_scheduler, trainer.optimizers.values()))

@@ -14,9 +14,9 @@ from trainwright.core.rng import RngCheckpoint, random_state, set_random_state
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.protocols import Stateful, Tree
-from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import open_epoch
 from trainwright.update.snapshot import Buffers, LossTotals, Snapshot, StateDicts, UserState
+from trainwright.update.trainer_like import TrainerLike, trained_modules
 
 BETWEEN, OPENING, FETCHING = "between", "opening", "fetching"
 UPDATING, COUNTING, ENDED = "updating", "counting", "ended"
@@ -29,8 +29,8 @@ class LoopPhase:
 
     phase = BETWEEN
 
-    def __init__(self, owner: Owner, source: Source) -> None:
-        self._owner, self._source = owner, source
+    def __init__(self, trainer: TrainerLike, source: Source) -> None:
+        self._trainer, self._source = trainer, source
 
     def bind(self, user_parts: Mapping[str, Stateful]) -> None:
         """Add the user's own parts, which a window may change too. No-op here."""
@@ -41,7 +41,7 @@ class LoopPhase:
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch."""
         self.phase = OPENING
-        iterator = open_epoch(self._owner.world, self._source, self._owner._counters.epoch)
+        iterator = open_epoch(self._trainer.world, self._source, self._trainer._counters.epoch)
         self.phase = BETWEEN
         return iterator
 
@@ -62,14 +62,14 @@ class LoopPhase:
 class Rollback(LoopPhase):
     """The phase of a run, and the state before the window in progress, from which an interrupted run is saved."""
 
-    def __init__(self, owner: Owner, source: Source, random: RngCheckpoint) -> None:
-        super().__init__(owner, source)
+    def __init__(self, trainer: TrainerLike, source: Source, random: RngCheckpoint) -> None:
+        super().__init__(trainer, source)
         self._random = random
-        saves_errors = owner.on_error == "save" and owner.world.size == 1  # several ranks save nothing for an error
+        saves_errors = trainer.on_error == "save" and trainer.world.size == 1  # several ranks save nothing for an error
         self._snapshot: Snapshot | None = None
         """What a window changes before its first step; None where an error inside a window is not saved."""
         if saves_errors:
-            tracked = Buffers(lambda: trained_modules(owner)), LossTotals(owner._tracker), UserState(owner)
+            tracked = Buffers(lambda: trained_modules(trainer)), LossTotals(trainer._tracker), UserState(trainer)
             self._snapshot = Snapshot(*tracked)
         self._user_parts = StateDicts({})
         """The user's own parts: their states are not loaded back, but saved as they were."""
@@ -91,7 +91,7 @@ class Rollback(LoopPhase):
 
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
-        counters, random = self._owner._counters, self._random
+        counters, random = self._trainer._counters, self._random
         resumed = random.boundary_state()
         now = resumed or random_state()
         start = random.epoch_start_state if resumed else {}
@@ -101,11 +101,11 @@ class Rollback(LoopPhase):
         self.phase = OPENING
         random.resume_state, random.draws_temporarily = None, False
         if resumed is None:
-            iterator = open_epoch(self._owner.world, self._source, counters.epoch)
+            iterator = open_epoch(self._trainer.world, self._source, counters.epoch)
             random.epoch_start_state = now
         else:
             set_random_state(random.epoch_start_state)
-            iterator = open_epoch(self._owner.world, self._source, counters.epoch, skip=counters.batch)
+            iterator = open_epoch(self._trainer.world, self._source, counters.epoch, skip=counters.batch)
             set_random_state(resumed)
         self.phase, self._before_opening = BETWEEN, {}
         return iterator

@@ -33,10 +33,10 @@ from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.manual_optimization import ManualUpdate
 from trainwright.update.nonfinite_policy import PATIENCE, NonFiniteOrigin
 from trainwright.update.optimizer_steps import OptimizerSteps
-from trainwright.update.owner import Owner, trained_modules
 from trainwright.update.per_rank_state import refresh_shards
 from trainwright.update.snapshot import Buffers, Snapshot, Tensors, UserState
 from trainwright.update.strategy import UpdateStrategy
+from trainwright.update.trainer_like import TrainerLike, trained_modules
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
@@ -75,21 +75,22 @@ class Run:
     _idle = 0
     """Updates in a row in which no step was applied."""
 
-    def __init__(self, owner: Owner, source: Source, plan: Plan, *, signals: Signals) -> None:
-        self.owner, self.source, self.signals = owner, source, signals
-        self.counters: Counters = owner._counters
-        self.tracker: LossTracker = owner._tracker
-        self.lengths = EpochLengths(plan, source, owner._counters)
+    def __init__(self, trainer: TrainerLike, source: Source, plan: Plan, *, signals: Signals) -> None:
+        self.trainer, self.source, self.signals = trainer, source, signals
+        self.counters: Counters = trainer._counters
+        self.tracker: LossTracker = trainer._tracker
+        self.lengths = EpochLengths(plan, source, trainer._counters)
         self.random = RngCheckpoint()
-        self.rollback = LoopPhase(owner, source) if owner.checkpoint is None else Rollback(owner, source, self.random)
+        saves = trainer.checkpoint is not None
+        self.rollback = Rollback(trainer, source, self.random) if saves else LoopPhase(trainer, source)
         signals.wake = self.wake
-        if owner.world.size > 1:
+        if trainer.world.size > 1:
             from trainwright.fit.rank_sync import RankSync
 
-            self.rank_sync = RankSync(owner)
-        self._bind_slots(owner)
-        record = owner._record
-        checks = owner.is_main and record.warns and not record.stages and not is_compiled(owner.model)
+            self.rank_sync = RankSync(trainer)
+        self._bind_slots(trainer)
+        record = trainer._record
+        checks = trainer.is_main and record.warns and not record.stages and not is_compiled(trainer.model)
         self.first_batch = FirstBatch(checks=checks)
         """Checks the losses of the first update of the first stage."""
         self.strategy = choose_strategy(self)
@@ -98,26 +99,27 @@ class Run:
         self.tracker.bind(self.scaler)
         self._plan_epoch()
 
-    def _bind_slots(self, owner: Owner) -> None:
+    def _bind_slots(self, trainer: TrainerLike) -> None:
         # A norm may be a collective, and is checked: all ranks measure it, whichever of them has the observer.
-        wants_norm = any(owner.world.sum_numbers(any("grad_norm" in observer.wants for observer in owner.observers)))
-        modules = trained_modules(owner)
-        self.optimizer_steps = OptimizerSteps(owner.optimizers, owner.clip, wants_norm=wants_norm, modules=modules)
+        wants_norm = any("grad_norm" in observer.wants for observer in trainer.observers)
+        wants_norm = any(trainer.world.sum_numbers(wants_norm))
+        modules = trained_modules(trainer)
+        self.optimizer_steps = OptimizerSteps(trainer.optimizers, trainer.clip, wants_norm=wants_norm, modules=modules)
         self.gradients = self.optimizer_steps.all.gradients
         """The gradients of all optimizers together."""
         plan = self.lengths.tracked
-        self.schedules = bind_schedules(owner.schedule, owner.optimizers, plan)
-        average = None if owner.average is None else owner.average.bind(owner.model, plan)
+        self.schedules = bind_schedules(trainer.schedule, trainer.optimizers, plan)
+        average = None if trainer.average is None else trainer.average.bind(trainer.model, plan)
         self.lengths.follow(self.schedules.values())
         self.average = average if average is not None and average.each_update else None
         """The average, where each update counts in it."""
-        self.weights = choose_weights(owner, average, self._feed)
-        precision = owner.precision
-        self.autocast = autocast(owner)
-        self.scaler = None if precision is None else precision.loss_scale(owner.device.type)
+        self.weights = choose_weights(trainer, average, self._feed)
+        precision = trainer.precision
+        self.autocast = autocast(trainer)
+        self.scaler = None if precision is None else precision.loss_scale(trainer.device.type)
         check_weights(self.scaler, self.gradients.parameters)
-        self.checks = owner.on_nonfinite != "ignore" or self.scaler is not None
-        follows = owner._hooks.after_update is not None or (precision is not None and precision.follows_updates)
+        self.checks = trainer.on_nonfinite != "ignore" or self.scaler is not None
+        follows = trainer._hooks.after_update is not None or (precision is not None and precision.follows_updates)
         self.after_update = self._after_update if follows else None
 
     @property
@@ -128,12 +130,12 @@ class Run:
     @cached_property
     def settings(self) -> dict[str, str]:
         """The settings of the trainer as text, for its checkpoints: those that the run was made with."""
-        return settings_of(self.owner)
+        return settings_of(self.trainer)
 
     @contextmanager
     def watching_steps(self) -> Iterator[None]:
         """Record the steps that an `update` of the user's own makes without `apply_gradients`."""
-        optimizers = self.owner.optimizers.values()
+        optimizers = self.trainer.optimizers.values()
         handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
         handles += [optimizer.register_step_pre_hook(self._note_beginning) for optimizer in optimizers]
         try:
@@ -153,7 +155,7 @@ class Run:
             return iter(())
         self.signals.check()
         self.begin_epoch(counters.epoch)
-        if self.rank_sync is not None and self.owner._hooks.begin_epoch is not None:
+        if self.rank_sync is not None and self.trainer._hooks.begin_epoch is not None:
             asked = self.rank_sync.join().stop  # all ranks have the hook, or none
             if asked:
                 self.stop_now(asked)
@@ -178,7 +180,8 @@ class Run:
         left = None if plan.epoch_updates is None else plan.epoch_updates - math.ceil(counters.batch / size)
         batches = self.signals.fetch(self.rollback.open_epoch)
         self.signals.watch_children()
-        windows = self.lengths.checked(islice(self.strategy.windows(batches, size, move=self.owner._hooks.move), left))
+        windows = self.strategy.windows(batches, size, move=self.trainer._hooks.move)
+        windows = self.lengths.checked(islice(windows, left))
         self.waited += time.perf_counter() - begun
         return windows
 
@@ -238,8 +241,8 @@ class Run:
         self._begun = epoch
         self.counters.begun = True
         self.random.epoch_start_state = {}
-        if self.owner._hooks.begin_epoch is not None:
-            self.owner._hooks.begin_epoch(epoch)
+        if self.trainer._hooks.begin_epoch is not None:
+            self.trainer._hooks.begin_epoch(epoch)
         self._plan_epoch()
         if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
             self.rank_sync.start()  # the pace is another one
@@ -252,15 +255,15 @@ class Run:
 
     def _plan_epoch(self) -> None:
         """Find the parameters and buffers of the epoch: `begin_epoch` may add, freeze and unfreeze layers."""
-        owner = self.owner
-        if owner.parallel.shards:
-            refresh_shards(owner)
-        check_parameters(owner.model, owner.loss, owner.optimizers)
-        check_kernels(owner.optimizers)
+        trainer = self.trainer
+        if trainer.parallel.shards:
+            refresh_shards(trainer)
+        check_parameters(trainer.model, trainer.loss, trainer.optimizers)
+        check_kernels(trainer.optimizers)
         self.take_groups()
         average = self.weights.average
         if average is not None:
-            average.attach(owner.model)
+            average.attach(trainer.model)
             if average.will_need_statistics:
                 check_repeatable(self.source)
         self._plan_snapshot()
@@ -268,12 +271,12 @@ class Run:
 
     def _plan_snapshot(self) -> None:
         """Choose what is copied before each update: all that a skip restores, or statistics alone, or nothing."""
-        owner = self.owner
-        if owner.on_nonfinite == "skip":
-            self.snapshot = self.snapshot or Snapshot(Buffers(lambda: trained_modules(owner)), UserState(owner))
+        trainer = self.trainer
+        if trainer.on_nonfinite == "skip":
+            self.snapshot = self.snapshot or Snapshot(Buffers(lambda: trained_modules(trainer)), UserState(trainer))
             self.snapshot.refresh()
-        elif owner.on_nonfinite == "raise":
-            statistics = running_statistics(owner.model)
+        elif trainer.on_nonfinite == "raise":
+            statistics = running_statistics(trainer.model)
             slots = 1 + self.strategy.updates_ahead
             self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
 
@@ -286,15 +289,15 @@ class Run:
 
     def _feed(self) -> None:
         """Run the training data once through the model, for the BatchNorm statistics of an average."""
-        run_training_forwards(self.owner, self.source)
+        run_training_forwards(self.trainer, self.source)
 
     def _after_update(self) -> None:
         """Run the precision's and the user's hooks; a torch scheduler stepped there sets the next update's rate."""
-        if self.owner.precision is not None:
-            self.owner.precision.after_update()
-        if self.owner._hooks.after_update is not None:
+        if self.trainer.precision is not None:
+            self.trainer.precision.after_update()
+        if self.trainer._hooks.after_update is not None:
             self.optimizer_steps.record_used_lrs()
-            self.owner._hooks.after_update()
+            self.trainer._hooks.after_update()
 
     def _note_step(self, *_: Any) -> None:
         self.strategy.status.stepped = True
@@ -343,13 +346,13 @@ class Run:
 
 def choose_strategy(run: Run) -> UpdateStrategy:
     """Choose how the updates of a run are made: by one rank or several, checked at once or later, split or not."""
-    owner = run.owner
-    path = owner._record.path
-    path.why_immediate = why_immediate(owner, checks=run.checks, scaler=run.scaler, schedules=run.schedules)
-    update = owner.update if owner.on_oom is None else _split_update(run)
-    if owner._hooks.overrides_update or owner._hooks.overrides_compute_gradients:
+    trainer = run.trainer
+    path = trainer._record.path
+    path.why_immediate = why_immediate(trainer, checks=run.checks, scaler=run.scaler, schedules=run.schedules)
+    update = trainer.update if trainer.on_oom is None else _split_update(run)
+    if trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
-    if owner.world.size > 1:
+    if trainer.world.size > 1:
         from trainwright.update.distributed_step import DistributedStep
 
         return DistributedStep(run, update)
@@ -361,7 +364,7 @@ def _split_update(run: Run) -> Any:
     """Return the update that splits windows for which memory runs out."""
     from trainwright.acceleration.oom import WindowSplitter
 
-    run.owner._record.path.splits = splitter = WindowSplitter(run)
+    run.trainer._record.path.splits = splitter = WindowSplitter(run)
     return splitter.update
 
 
@@ -369,4 +372,4 @@ def _deferred_check(run: Run) -> type[UpdateStrategy]:
     """Return the strategy that lets the device check its updates: with skips, where any may be skipped."""
     from trainwright.update.deferred_check import DeferredCheck, DeferredSkip
 
-    return DeferredSkip if run.scaler is not None or run.owner.on_nonfinite == "skip" else DeferredCheck
+    return DeferredSkip if run.scaler is not None or run.trainer.on_nonfinite == "skip" else DeferredCheck

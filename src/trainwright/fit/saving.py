@@ -16,8 +16,8 @@ from trainwright.core.triggers import Trigger
 from trainwright.fit.run import Run
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Stateful, Tree, listeners
-from trainwright.update.owner import Owner, active_observers
 from trainwright.update.per_rank_state import PROCESSES, rank_state
+from trainwright.update.trainer_like import TrainerLike, active_observers
 
 if TYPE_CHECKING:
     from trainwright.fit.boundary import Boundary
@@ -27,14 +27,14 @@ class RunCheckpoints:
     """Gives the state of one `fit` to the manager when a save is due; made after loading."""
 
     def __init__(self, run: Run, manager: CheckpointManager) -> None:
-        self.run, self.owner, self.counters, self.manager = run, run.owner, run.counters, manager
+        self.run, self.trainer, self.counters, self.manager = run, run.trainer, run.counters, manager
         every = manager.settings.every
         self.triggers = [] if isinstance(every, str) else [Trigger(every, self.counters, of="every")]
         """The trigger of `every`; none for "auto", which saves after each validation."""
         self._saved_at: Any = None
         self._reserves = True
         """Whether memory for a copy of the state is still to be reserved."""
-        self._on_save = listeners(active_observers(self.owner), "on_save")
+        self._on_save = listeners(active_observers(self.trainer), "on_save")
         manager.on_result = run.wake
 
     def arrive(self) -> None:
@@ -48,7 +48,7 @@ class RunCheckpoints:
         average = self.run.weights.average
         if average is None or not average.will_need_statistics:  # else the averaged weights take a pass over the data
             with self.run.weights.evaluated():
-                self.manager.reserve(gather(self.owner.parts()))
+                self.manager.reserve(gather(self.trainer.parts()))
 
     def is_due(self, *, validated: bool, epoch_ended: bool) -> bool:
         """Whether `every` is due. `validated`: there was a validation, or without validation data an epoch's end."""
@@ -57,20 +57,20 @@ class RunCheckpoints:
 
     def save(self, *, instead: Mapping[str, Tree] | None = None) -> None:
         """Gather the state of all parts and hand it to the manager; `instead`: states in place of some parts'."""
-        owner, counters = self.owner, self.counters
+        trainer, counters = self.trainer, self.counters
         update = counters.earlier_updates + counters.updates
         measured: dict[str, float] = {}
-        for row in owner.history[-2:]:  # a validation and the epoch's end may have the same update
+        for row in trainer.history[-2:]:  # a validation and the epoch's end may have the same update
             measured |= row if row["update"] == update else {}
-        self.run.tracker.merge(owner.world)
+        self.run.tracker.merge(trainer.world)
         replaced = dict(instead or {})
-        if owner.world.size > 1:  # before the evaluation weights are in the model, which have other statistics
+        if trainer.world.size > 1:  # before the evaluation weights are in the model, which have other statistics
             random = replaced.get("random") or self.run.random.state_dict()
-            own = rank_state(owner, random=random["now"], data=self.run.rollback.data_position())
-            replaced[PROCESSES] = owner.world.all_gather(own)
+            own = rank_state(trainer, random=random["now"], data=self.run.rollback.data_position())
+            replaced[PROCESSES] = trainer.world.all_gather(own)
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
-                gather(owner.parts()) | replaced,
+                gather(trainer.parts()) | replaced,
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
@@ -102,20 +102,20 @@ class RunCheckpoints:
 
 def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
     """Return every part of a run that has state, by the names of a checkpoint."""
-    owner = run.owner
+    trainer = run.trainer
     named: dict[str, Any] = {
-        "model": owner.model,
-        "loss": owner.loss if isinstance(owner.loss, nn.Module) and owner.loss.state_dict() else None,
-        "optimizer": NamedParts(owner.optimizers) if run.optimizer_steps.named else owner.optimizers[ONLY],
+        "model": trainer.model,
+        "loss": trainer.loss if isinstance(trainer.loss, nn.Module) and trainer.loss.state_dict() else None,
+        "optimizer": NamedParts(trainer.optimizers) if run.optimizer_steps.named else trainer.optimizers[ONLY],
         "precision": run.scaler,
-        "schedule": NamedParts(run.schedules) if isinstance(owner.schedule, Mapping) else run.schedules.get(ONLY),
+        "schedule": NamedParts(run.schedules) if isinstance(trainer.schedule, Mapping) else run.schedules.get(ONLY),
         "average": run.weights if run.weights.differs else None,
         "early_stopping": boundary.watch,
         "checkpoint": boundary.manager,
         "progress": RunProgress(run),
         "totals": run.tracker,
         "data": DataPosition(run),
-        "state": _UserState(owner),
+        "state": _UserState(trainer),
         "random": run.random,
     }
     return {name: part for name, part in named.items() if part is not None}
@@ -145,12 +145,12 @@ class RunProgress:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        run, owner = self._run, self._run.owner
-        record = owner._record
+        run, trainer = self._run, self._run.trainer
+        record = trainer._record
         splits = record.path.splits
         return {
-            "counters": owner._counters.state_dict(),
-            "history": owner.history,
+            "counters": trainer._counters.state_dict(),
+            "history": trainer.history,
             "final": record.outcome.final_validation,
             "asked": run.stop_reason,
             "stages": record.stages,
@@ -162,8 +162,8 @@ class RunProgress:
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Take over the saved progress."""
-        run, owner = self._run, self._run.owner
-        record = owner._record
+        run, trainer = self._run, self._run.trainer
+        record = trainer._record
         run.optimizer_steps.load_used_lrs(tree["used_lrs"])
         epochs, counters = tree["epochs"], tree["counters"]
         if sum(number for number, *_ in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
@@ -171,27 +171,27 @@ class RunProgress:
         run.lengths.load_state_dict(epochs)
         if record.path.splits is not None:
             record.path.splits.limit = tree["split_at"]
-        owner._counters.load_state_dict(counters)
-        owner.history[:] = tree["history"]
+        trainer._counters.load_state_dict(counters)
+        trainer.history[:] = tree["history"]
         record.stages = list(tree["stages"])
         # A reason given to `stop()` counts only where the validation and the save that it asked for are still due.
-        due = owner._counters.interrupted_validation or owner._counters.last_boundary < owner._counters.updates
+        due = trainer._counters.interrupted_validation or trainer._counters.last_boundary < trainer._counters.updates
         record.outcome.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 
 class _UserState:
     """Part `state`: the dict `trainer.state` of the user."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, trainer: TrainerLike) -> None:
+        self._trainer = trainer
 
     def state_dict(self) -> dict[str, Any]:
         """The dict itself."""
-        return self._owner.state
+        return self._trainer.state
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
         """Fill the dict, on the device of the run; with several devices each tensor stays where it was."""
-        owner = self._owner
-        owner.state.clear()
+        trainer = self._trainer
+        trainer.state.clear()
         if tree:
-            owner.state.update(tree if len(devices_of(owner.model)) > 1 else move(tree, owner.device))
+            trainer.state.update(tree if len(devices_of(trainer.model)) > 1 else move(tree, trainer.device))

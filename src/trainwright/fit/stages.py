@@ -12,35 +12,35 @@ from trainwright.core.errors import SettingError, user_line
 from trainwright.core.progress import Counters
 from trainwright.core.torch_private import versions_preserved
 from trainwright.update.hooks import free_transfer_memory
-from trainwright.update.owner import Owner
 from trainwright.update.per_rank_state import broadcast_weights
+from trainwright.update.trainer_like import TrainerLike
 
 
-def start_stage(owner: Owner, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:
+def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:
     """Start a stage; where an error comes before its loop, `undo` leaves the trainer as its last `fit` did.
 
     SettingError where a `fit` of the same trainer is under way.
     """
-    last = owner._record
+    last = trainer._record
     if last.is_under_way:
         what, fix = "fit() from within a fit() of the same Trainer", "another Trainer, with a model of its own"
         raise SettingError(what, want="one fit at a time", fix=fix)
-    before = TrainedStage(owner) if last.stages else LastStage(owner)
-    record = owner._record = last.next_stage()
+    before = TrainedStage(trainer) if last.stages else LastStage(trainer)
+    record = trainer._record = last.next_stage()
     undo.push(before.leave)
-    owner._tracker.reset()
+    trainer._tracker.reset()
     before.begin_next(resumes=resumes)
     if epochs == 1:
-        record.notes += _note_a_loop(owner, last_caller=last.caller)
-    if owner.world.size > 1:
+        record.notes += _note_a_loop(trainer, last_caller=last.caller)
+    if trainer.world.size > 1:
         # After the trained weights are back: averaged ones that were written to are not replaced.
-        broadcast_weights(owner)
+        broadcast_weights(trainer)
 
 
-def _note_a_loop(owner: Owner, *, last_caller: str) -> tuple[str, ...]:
+def _note_a_loop(trainer: TrainerLike, *, last_caller: str) -> tuple[str, ...]:
     """Return the header's line, once, where `fit(epochs=1)` is called in a loop and a slot starts again each time."""
-    record, line = owner._record, user_line()
-    restarted = [name for name in ("schedule", "early_stopping") if getattr(owner, name) is not None]
+    record, line = trainer._record, user_line()
+    restarted = [name for name in ("schedule", "early_stopping") if getattr(trainer, name) is not None]
     record.caller = last_caller if last_caller == "-" else line
     if last_caller != line or not line or not restarted:
         return ()
@@ -53,48 +53,48 @@ def _note_a_loop(owner: Owner, *, last_caller: str) -> tuple[str, ...]:
 class LastStage:
     """The trainer as it was before this `fit`: its record and its counters."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner, self._record, self._counters = owner, owner._record, owner._counters.state_dict()
+    def __init__(self, trainer: TrainerLike) -> None:
+        self._trainer, self._record, self._counters = trainer, trainer._record, trainer._counters.state_dict()
 
     def begin_next(self, *, resumes: bool) -> None:
         """Prepare counters, rates and weights for the next stage. No-op: none came before."""
 
     def leave(self, kind: Any, error: BaseException | None, tb: Any) -> None:
         """End the stage: as an `__exit__`. Restores the trainer where an error came before the loop."""
-        owner = self._owner
-        owner._record.is_under_way = False
-        if error is not None and not owner._record.has_begun:
+        trainer = self._trainer
+        trainer._record.is_under_way = False
+        if error is not None and not trainer._record.has_begun:
             self._restore()
-        free_transfer_memory(owner._hooks)
+        free_transfer_memory(trainer._hooks)
 
     def _restore(self) -> None:
-        self._owner._record = self._record
-        self._owner._counters.load_state_dict(self._counters)
+        self._trainer._record = self._record
+        self._trainer._counters.load_state_dict(self._counters)
 
 
 class TrainedStage(LastStage):
     """The trainer as its last `fit` left it: also the settings of its parameter groups, and its evaluation weights."""
 
-    def __init__(self, owner: Owner) -> None:
-        super().__init__(owner)
+    def __init__(self, trainer: TrainerLike) -> None:
+        super().__init__(trainer)
         self._groups = [
             (group, {key: _plain(value) for key, value in group.items() if key != "params"})
-            for optimizer in owner.optimizers.values()
+            for optimizer in trainer.optimizers.values()
             for group in optimizer.param_groups
         ]
-        tensors = [] if self._record.weights is None else [*owner.model.parameters(), *owner.model.buffers()]
+        tensors = [] if self._record.weights is None else [*trainer.model.parameters(), *trainer.model.buffers()]
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def begin_next(self, *, resumes: bool) -> None:
         """Reset the counters, but for the totals; restore the rates from before a schedule and trained weights."""
-        _count_anew(self._owner._counters, continues=self._record.failed and resumes)
+        _count_anew(self._trainer._counters, continues=self._record.failed and resumes)
         for schedule in self._record.schedules:
             schedule.restore_groups()
         weights = self._record.weights
         if weights is not None and not weights.restore():
             self._weights, self._record.weights = [], None  # they are the user's now
             line = "the weights were changed since the last fit: they are trained, not the ones it averaged"
-            self._owner._record.notes = (line,)
+            self._trainer._record.notes = (line,)
 
     def _restore(self) -> None:
         super()._restore()

@@ -26,7 +26,7 @@ from trainwright.observers.table import byte_size
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
-from trainwright.update.owner import networks_of
+from trainwright.update.trainer_like import networks_of
 
 MOST_TRIALS = 4
 LEAP = 16

@@ -34,7 +34,7 @@ from trainwright.modules.freezing import has_running_statistics, held
 from trainwright.observers.table import duration, number
 from trainwright.trainer import Trainer
 from trainwright.update.batches import split
-from trainwright.update.owner import trained_modules
+from trainwright.update.trainer_like import trained_modules
 
 Rows = NDArray[np.int64]
 

@@ -18,8 +18,8 @@ from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import buffer_dict, parameter_dict, versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.data.data_state import Other
-from trainwright.update.owner import networks_of
 from trainwright.update.snapshot import RngStates, Snapshot, SnapshotPart, StateDicts
+from trainwright.update.trainer_like import networks_of
 
 if TYPE_CHECKING:
     from trainwright.trainer import Trainer

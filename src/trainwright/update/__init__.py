@@ -5,8 +5,8 @@ In order of a call, from `Trainer.update`:
 - `window`: `Window` groups the micro-batches; `Window.weight` computes the weight of each loss, count / total.
 - `strategy`: `UpdateStrategy`, the object that a run calls for each stage of an update. `fit/run.py::choose_strategy`
   makes one before the first update: `ImmediateCheck` (the CPU, and whatever must know at once), `DeferredCheck` (CUDA
-  with fused optimizers) or `DistributedStep` (several ranks; with `sharded_window` and `per_rank_state`). `owner`: what
-  a run reads of its Trainer.
+  with fused optimizers) or `DistributedStep` (several ranks; with `sharded_window` and `per_rank_state`).
+- `trainer_like`: what a run reads of its Trainer.
 - `batches`: the default step: batch -> inputs and target -> output -> loss. `hooks`: which methods the user overrides.
 - `loss_tracker`: `LossTracker.backward_args` turns the return of a step into a recorded number and the arguments of
   `torch.autograd.backward`: the loss, and its weight as `grad_tensor`. `losses`: the counts of torch's own losses.

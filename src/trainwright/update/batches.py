@@ -13,7 +13,7 @@ from trainwright.core.records import TARGETS, StepOutput, SumLoss
 from trainwright.update.losses import check_shapes, no_target
 
 if TYPE_CHECKING:
-    from trainwright.update.owner import Owner
+    from trainwright.update.trainer_like import TrainerLike
 
 
 def split(batch: Any) -> tuple[Any, Any]:
@@ -68,7 +68,7 @@ def call(model: Any, inputs: Any) -> Any:
         raise _other_keys(model, inputs) from error
 
 
-def own_loss(owner: Owner, batch: Any) -> StepOutput:
+def own_loss(trainer: TrainerLike, batch: Any) -> StepOutput:
     """Return the loss that the model itself gives for a batch, where the Trainer has none.
 
     The model is called with a complete mapping, or with a sequence as positional arguments. It returns a scalar, or an
@@ -76,17 +76,17 @@ def own_loss(owner: Owner, batch: Any) -> StepOutput:
     """
     inputs = batch if isinstance(batch, Mapping | tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
     try:
-        returned = owner.model(**inputs) if isinstance(inputs, Mapping) else owner.model(*inputs)
+        returned = trainer.model(**inputs) if isinstance(inputs, Mapping) else trainer.model(*inputs)
     except TypeError:
-        if _takes(owner.model, inputs):
+        if _takes(trainer.model, inputs):
             raise
-        if owner.metrics and not owner.optimizers:  # nothing is trained, and metrics need no loss
-            inputs, target = owner._hooks.split(batch)
-            return StepOutput(None, call(owner.model, inputs), target)
-        raise _without_loss(owner, f"does not take a complete {type(batch).__name__} with the target in it") from None
+        if trainer.metrics and not trainer.optimizers:  # nothing is trained, and metrics need no loss
+            inputs, target = trainer._hooks.split(batch)
+            return StepOutput(None, call(trainer.model, inputs), target)
+        raise _without_loss(trainer, f"does not take a complete {type(batch).__name__} with the target in it") from None
     loss = returned if isinstance(returned, Tensor) else _named(returned, "loss")
     if not isinstance(loss, Tensor) or loss.ndim:
-        raise _without_loss(owner, f"returned {_kind(returned)}", _step_to_write(returned, batch))
+        raise _without_loss(trainer, f"returned {_kind(returned)}", _step_to_write(returned, batch))
     if isinstance(returned, Tensor):
         return StepOutput(loss)
     return StepOutput(loss, scores_of(returned), known_target(batch))
@@ -98,47 +98,47 @@ def scores_of(returned: Any) -> Any:
     return returned if logits is None else logits
 
 
-def loss_of(owner: Owner, output: Any, target: Any) -> Any:
+def loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
     """Return the loss of a micro-batch in training as the user gave it; a loss that sums is a sum."""
-    if target is None or owner.loss is None:
-        raise no_loss(owner, target)
-    known = owner._hooks.known_loss
+    if target is None or trainer.loss is None:
+        raise no_loss(trainer, target)
+    known = trainer._hooks.known_loss
     if known is not None and known.each_element and output.shape != target.shape:
-        check_shapes(owner.loss, output, target)
-    loss = owner.loss(output, target)
+        check_shapes(trainer.loss, output, target)
+    loss = trainer.loss(output, target)
     return SumLoss(loss) if known is not None and known.reduction == "sum" else loss
 
 
-def counted_loss_of(owner: Owner, output: Any, target: Any) -> Any:
+def counted_loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
     """Return a known mean of torch's for a micro-batch in training, with its count where a window has several."""
-    known, window, is_counted = owner._hooks.known_loss, owner._tracker.window, owner._hooks.count is not None
+    known, window, is_counted = trainer._hooks.known_loss, trainer._tracker.window, trainer._hooks.count is not None
     if target is None or known is None:
         raise no_target()
     if known.each_element and output.shape != target.shape:
-        check_shapes(owner.loss, output, target)
+        check_shapes(trainer.loss, output, target)
     # Only `compute_gradients` weights losses; a custom `update` that calls the step gets a plain mean.
     is_weighted = window is not None and window.begun and window.position + 1 < len(window.batches)
     if window is None or not is_weighted or (is_counted and len(window.batches) == 1):
-        return owner.loss(output, target)
-    return known.with_count(output, target, owner._tracker.count if is_counted else known.count(target))
+        return trainer.loss(output, target)
+    return known.with_count(output, target, trainer._tracker.count if is_counted else known.count(target))
 
 
-def exact_loss_of(owner: Owner, output: Any, target: Any) -> Any:
+def exact_loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
     """Return the loss of a batch in an evaluation: a sum with its count, where torch's loss is known."""
-    if target is None or owner.loss is None:
-        raise no_loss(owner, target)
-    known = owner._hooks.known_loss
+    if target is None or trainer.loss is None:
+        raise no_loss(trainer, target)
+    known = trainer._hooks.known_loss
     if known is not None and known.each_element and output.shape != target.shape:
-        check_shapes(owner.loss, output, target)
-    if known is None or (owner._hooks.overrides_count and known.reduction == "mean"):
-        observer = owner._tracker.count_source
-        return owner.loss(output, target) if observer is None else observer.observe(owner.loss, output, target)
+        check_shapes(trainer.loss, output, target)
+    if known is None or (trainer._hooks.overrides_count and known.reduction == "mean"):
+        observer = trainer._tracker.count_source
+        return trainer.loss(output, target) if observer is None else observer.observe(trainer.loss, output, target)
     return known.evaluated(output, target)
 
 
-def no_loss(owner: Owner, target: Any) -> Exception:
+def no_loss(trainer: TrainerLike, target: Any) -> Exception:
     """Build the error for a default step that lacks its loss or its target."""
-    if owner.loss is None:
+    if trainer.loss is None:
         return SettingError(
             "no loss: loss is None, and this step is not overridden",
             want="a loss, or a step of your own that returns one",
@@ -161,10 +161,10 @@ def _takes(model: Any, inputs: Any) -> bool:
 
 
 def _without_loss(
-    owner: Owner, but: str, fix: str = "Trainer(model, optimizer, nn.CrossEntropyLoss())"
+    trainer: TrainerLike, but: str, fix: str = "Trainer(model, optimizer, nn.CrossEntropyLoss())"
 ) -> SettingError:
     return SettingError(
-        f"no loss: loss is None, training_step is not overridden, and {type(owner.model).__name__} {but}",
+        f"no loss: loss is None, training_step is not overridden, and {type(trainer.model).__name__} {but}",
         want="a loss, a training_step(self, batch) that returns one, or a model that returns its own "
         "(a scalar, or something with `loss`)",
         fix=fix,

@@ -62,7 +62,7 @@ class DeferredCheck(UpdateStrategy):
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
-        self._reads = AsyncReads(run.owner.device)
+        self._reads = AsyncReads(run.trainer.device)
         self._found_inf: Tensor | None = None
         """The flag of the update in progress; None where nothing is checked."""
         self._before = (0, 0)
@@ -215,9 +215,9 @@ class DeferredSkip(DeferredCheck):
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
-        device = run.owner.device
+        device = run.trainer.device
         self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
-        self._verdict = DeviceVerdict(run.owner.on_nonfinite, device, scale)
+        self._verdict = DeviceVerdict(run.trainer.on_nonfinite, device, scale)
         self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
         schedule = run.schedules.get(ONLY)
         self._lr_table = DeviceLRTable(schedule, device) if isinstance(schedule, TableSchedule) else None

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
     from trainwright.update.optimizer_steps import SelectedOptimizers
-    from trainwright.update.owner import Owner
+    from trainwright.update.trainer_like import TrainerLike
 
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 
@@ -58,13 +58,13 @@ class DistributedStep(ImmediateCheck):
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
-        owner = run.owner
-        assert isinstance(owner.world, Group)
-        self._owner, self._world = owner, owner.world
-        self._settings = owner.parallel if isinstance(owner.parallel, DDP) else DDP()
-        self._is_sharded = owner.parallel.shards
+        trainer = run.trainer
+        assert isinstance(trainer.world, Group)
+        self._trainer, self._world = trainer, trainer.world
+        self._settings = trainer.parallel if isinstance(trainer.parallel, DDP) else DDP()
+        self._is_sharded = trainer.parallel.shards
         """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
-        hooks = owner._hooks
+        hooks = trainer._hooks
         self._is_default = not (hooks.overrides_update or hooks.overrides_compute_gradients)
         """Whether no code of the user reads or makes gradients."""
         self._wraps = self._is_default and not self._is_sharded
@@ -95,7 +95,7 @@ class DistributedStep(ImmediateCheck):
 
     def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
         """Group the slices of batches of this rank into windows."""
-        hooks = self._owner._hooks
+        hooks = self._trainer._hooks
         return sharded_windows(
             batches,
             accumulate,
@@ -109,7 +109,7 @@ class DistributedStep(ImmediateCheck):
 
     def regroup(self) -> None:
         """Find the trained parameters again: layers may have been added, frozen or unfrozen, or are unused now."""
-        module, unused = _Step(self, self._owner), self._settings.find_unused_parameters
+        module, unused = _Step(self, self._trainer), self._settings.find_unused_parameters
         if self._module is not None and self._module.layout == module.layout:
             all_used = self._wrapped is not None and not self._wrapped.unused
             self._finds_unused = all_used and unused == "auto" and not self._settings.static_graph
@@ -130,7 +130,7 @@ class DistributedStep(ImmediateCheck):
         if self._zero_hooks:
             self._zero_gradients(False)
         if self._settings.sync_buffers:  # before any forward, which may save them for its backward
-            self._world.broadcast_tensors(self._owner.model.buffers())
+            self._world.broadcast_tensors(self._trainer.model.buffers())
 
     def _run_step(self, batch: Any) -> tuple[Tensor, ...]:
         """Run the step of the next micro-batch; return its loss, and under DDP the term of its statistics."""
@@ -148,7 +148,7 @@ class DistributedStep(ImmediateCheck):
 
     def _backward_args(self, returned: tuple[Tensor, ...]) -> BackwardArgs:
         """Return the arguments of `backward`: the loss has its weight, and the term of the statistics has none."""
-        grad_tensor = self._owner._tracker.grad_tensor(returned[0], self._weight)
+        grad_tensor = self._trainer._tracker.grad_tensor(returned[0], self._weight)
         return returned, (grad_tensor, None)[: len(returned)]
 
     def all_reduce_gradients(self, window: Window) -> None:
@@ -255,7 +255,7 @@ class DistributedStep(ImmediateCheck):
         if not self._wraps or self._module is None:
             return
         known = {id(parameter) for parameter in self._module.trained}
-        trained = parameters_in(*self._owner.optimizers.values())
+        trained = parameters_in(*self._trainer.optimizers.values())
         loose = [p for p in trained if id(p) not in known and p.requires_grad and p.grad is not None]
         if loose:
             what = "layers were unfrozen inside an epoch: each rank has updated them by gradients of its own"
@@ -281,7 +281,7 @@ class DistributedStep(ImmediateCheck):
         """Read numbers, norms, `more`, and the loss of all ranks."""
         overflowed, (*rest, self._checked_loss) = super().read(found_inf, chosen, *more, self._loss_of_ranks())
         if self._is_default:
-            self._owner._tracker.loss = self._checked_loss
+            self._trainer._tracker.loss = self._checked_loss
         return overflowed, rest
 
     def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
@@ -322,13 +322,13 @@ class DistributedStep(ImmediateCheck):
             returned: tuple[Tensor, ...] = self._in_use(batch, last=last)
             return returned
         if self._set_sync is not None:
-            self._set_sync(self._owner.model, last)
+            self._set_sync(self._trainer.model, last)
         return (self.recorded_step(batch),)
 
     def recorded_step(self, batch: Any) -> Tensor:
         """Run the user's step, record it, and return its loss."""
-        owner, has_rows = self._owner, not self._window.is_dummy
-        step_loss = owner._tracker.record(owner.training_step(batch))
+        trainer, has_rows = self._trainer, not self._window.is_dummy
+        step_loss = trainer._tracker.record(trainer.training_step(batch))
         assert step_loss is not None
         self._weight = step_loss.weight
         self._record_stats(step_loss.loss, step_loss.count if has_rows else 0, self._weight)
@@ -364,7 +364,7 @@ class DistributedStep(ImmediateCheck):
     @contextmanager
     def _no_side_effects(self) -> Iterator[None]:
         """Run a dummy, of which no row counts: statistics and random states are restored, its numbers are dropped."""
-        tracker, statistics = self._owner._tracker, running_statistics(self._owner.model)
+        tracker, statistics = self._trainer._tracker, running_statistics(self._trainer.model)
         copies = [statistic.clone() for statistic in statistics]
         recording, tracker.recording = tracker.recording, False
         try:
@@ -380,13 +380,13 @@ class DistributedStep(ImmediateCheck):
 class _Step(nn.Module):
     """A module whose forward is the step, so that DDP can wrap whatever the step calls."""
 
-    def __init__(self, strategy: DistributedStep, owner: Owner) -> None:
+    def __init__(self, strategy: DistributedStep, trainer: TrainerLike) -> None:
         super().__init__()
         self._strategy = [strategy]  # in a list: not a submodule
-        self.model = owner.model
-        self.loss = owner.loss if isinstance(owner.loss, nn.Module) else None
+        self.model = trainer.model
+        self.loss = trainer.loss if isinstance(trainer.loss, nn.Module) else None
         inside = {id(parameter) for parameter in self.parameters()}
-        others = [parameter for parameter in parameters_in(*owner.optimizers.values()) if id(parameter) not in inside]
+        others = [parameter for parameter in parameters_in(*trainer.optimizers.values()) if id(parameter) not in inside]
         self.others = nn.ParameterList([parameter for parameter in others if isinstance(parameter, nn.Parameter)])
         self.trained: list[Tensor] = [p for p in self.parameters() if p.requires_grad]
         self.layout = [(id(p), p.shape) for p in self.trained]

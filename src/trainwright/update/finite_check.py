@@ -25,7 +25,7 @@ from trainwright.update.window import Window
 
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
-    from trainwright.update.owner import Owner
+    from trainwright.update.trainer_like import TrainerLike
 
 
 ASYNC_DEVICES = {"cuda", "meta"}
@@ -108,9 +108,9 @@ class ImmediateCheck(UpdateStrategy):
 
 def apply_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
     """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
-    owner, tracker, scaler, status = run.owner, run.tracker, run.scaler, run.strategy.status
+    trainer, tracker, scaler, status = run.trainer, run.tracker, run.scaler, run.strategy.status
     verdict = nonfinite_policy.verdict_of(
-        owner.on_nonfinite,
+        trainer.on_nonfinite,
         loss_is_finite=math.isfinite(loss),
         gradient_is_finite=not overflowed,
         scaled=scaler is not None,
@@ -132,60 +132,60 @@ def apply_policy(run: Run, chosen: SelectedOptimizers, *, overflowed: bool, loss
             lr=chosen.steps[0].lrs[0],
             norm=norm if isinstance(norm, float) else None,
             counted=None if counted is None else float(counted),
-            unchanged=not owner._hooks.overrides_update,
+            unchanged=not trainer._hooks.overrides_update,
             find_origin=run.find_origin,
         )
     return verdict == "apply"
 
 
 def why_immediate(
-    owner: Owner, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None = None
+    trainer: TrainerLike, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> tuple[str, ...]:
     """Say why the numbers of each update must be read before its step; empty where the check may be deferred.
 
     `checks`: whether anything is checked. `scaler`: the loss scale. `schedules`: the bound schedules by name, if
     any is bound.
     """
-    if owner.device.type not in ASYNC_DEVICES:
+    if trainer.device.type not in ASYNC_DEVICES:
         return ("a read waits for nothing here",)
-    return tuple(_why_not_deferred(owner, checks=checks, scaler=scaler, schedules=schedules))
+    return tuple(_why_not_deferred(trainer, checks=checks, scaler=scaler, schedules=schedules))
 
 
 def _why_not_deferred(
-    owner: Owner, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
+    trainer: TrainerLike, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> list[str]:
     """Return the settings for which a device that works asynchronously must be read before each step."""
-    hooks, why = owner._hooks, list[str]()
-    if owner.world.size > 1:
+    hooks, why = trainer._hooks, list[str]()
+    if trainer.world.size > 1:
         why.append("the ranks check an update together")
-    if owner.on_error == "save":
+    if trainer.on_error == "save":
         why.append('on_error="save" saves the update before an error')
     if hooks.overrides_update or hooks.overrides_compute_gradients:
         why.append("an `update` of your own reads what it has done")
-    follows = owner.precision is not None and owner.precision.follows_updates
+    follows = trainer.precision is not None and trainer.precision.follows_updates
     if checks and (follows or hooks.after_update is not None):
         why.append("`after_update` runs after applied updates alone")
     if checks:
-        why += [reason for one in owner.optimizers.values() if (reason := why_not_masked(one))]
-    if scaler is not None or owner.on_nonfinite == "skip":
-        why += _why_not_left_out(owner, scaler, schedules)
+        why += [reason for one in trainer.optimizers.values() if (reason := why_not_masked(one))]
+    if scaler is not None or trainer.on_nonfinite == "skip":
+        why += _why_not_left_out(trainer, scaler, schedules)
     return why
 
 
 def _why_not_left_out(
-    owner: Owner, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
+    trainer: TrainerLike, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> Iterator[str]:
     """Why the host must know at once which updates a loss scale, or "skip", leaves out."""
-    hooks, skips = owner._hooks, owner.on_nonfinite == "skip"
+    hooks, skips = trainer._hooks, trainer.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:
         yield "a loss scale of your own"
-    if owner.average is not None:
+    if trainer.average is not None:
         yield "an average is taken of applied updates alone"
-    if running_statistics(owner.model):
+    if running_statistics(trainer.model):
         yield "BatchNorm statistics are restored with an update that is skipped"
-    elif skips and has_buffers(owner):
+    elif skips and has_buffers(trainer):
         yield "buffers are restored with an update that is skipped"
-    if skips and (hooks.overrides_training_step or owner.state):
+    if skips and (hooks.overrides_training_step or trainer.state):
         yield '"skip" restores `self.state`'
     plain = all(
         name == ONLY and type(one) is TableSchedule and not one.cycles for name, one in (schedules or {}).items()
@@ -194,8 +194,8 @@ def _why_not_left_out(
         yield "the schedule sets more than rates, or has a state of its own"
 
 
-def has_buffers(owner: Owner) -> bool:
+def has_buffers(trainer: TrainerLike) -> bool:
     """Whether the model or the loss has any buffer."""
-    roots = [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+    roots = [one for one in (trainer.model, trainer.loss) if isinstance(one, nn.Module)]
     modules = (module for root in roots for module in inside(root))
     return any(tensor is not None for module in modules for tensor in buffer_dict(module).values())

@@ -20,7 +20,7 @@ from trainwright.distributed.world import World, packed, unpacked
 from trainwright.modules.dtensors import is_sharded, reshard
 from trainwright.modules.modes import running_statistics
 from trainwright.protocols import Tree
-from trainwright.update.owner import Owner, networks_of
+from trainwright.update.trainer_like import TrainerLike, networks_of
 
 if TYPE_CHECKING:
     from trainwright.data.source import Source
@@ -30,10 +30,10 @@ PROCESSES = "processes"
 """The part of a checkpoint that holds the own state of each of several ranks."""
 
 
-def assign_shard(owner: Owner, *sources: Source) -> None:
+def assign_shard(trainer: TrainerLike, *sources: Source) -> None:
     """Assign each source the rows of this rank; DataError for one that cannot be sharded."""
     for source in sources:
-        source.deal(_part(owner))
+        source.deal(_part(trainer))
 
 
 @contextmanager
@@ -64,36 +64,36 @@ def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> It
         return iter(source.epoch(epoch, skip))
 
 
-def describe_ranks(owner: Owner, plan: Plan, *, apart: bool) -> list[str]:
+def describe_ranks(trainer: TrainerLike, plan: Plan, *, apart: bool) -> list[str]:
     """Return the header's lines on several ranks. `apart`: each reads batches of its own."""
-    world: Any = owner.world
+    world: Any = trainer.world
     size = None if plan.batch_size is None else plan.batch_size * (world.mesh.data if apart else 1)
-    rows = "" if size is None else f": {_part(owner).layout_text(size)} rows in a micro-batch"
-    by = f"{world.size} processes by {type(owner.parallel).__name__} on {world.backend}{rows}"
+    rows = "" if size is None else f": {_part(trainer).layout_text(size)} rows in a micro-batch"
+    by = f"{world.size} processes by {type(trainer.parallel).__name__} on {world.backend}{rows}"
     late = 'on_error="save" saves nothing here: of several processes the others are somewhere else'
-    return [by, late] if owner.on_error == "save" else [by]
+    return [by, late] if trainer.on_error == "save" else [by]
 
 
-def complete_batches(owner: Owner, source: Source) -> Iterator[Any]:
+def complete_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
     """Return the complete batches of a pass, the same on every rank; of a sharded stream those of each rank."""
-    return iter(source.epoch(0)) if owner.world.size == 1 else _undealt(owner, cast(Any, source))
+    return iter(source.epoch(0)) if trainer.world.size == 1 else _undealt(trainer, cast(Any, source))
 
 
-def _undealt(owner: Owner, source: Any) -> Iterator[Any]:
+def _undealt(trainer: TrainerLike, source: Any) -> Iterator[Any]:
     source.deal(Shard(0, 1))
     try:
-        for one in open_epoch(owner.world, source, 0):
+        for one in open_epoch(trainer.world, source, 0):
             yield one.batch
     finally:
-        source.deal(_part(owner))  # a custom source is no copy: training continues with it
+        source.deal(_part(trainer))  # a custom source is no copy: training continues with it
 
 
-def shard_batches(owner: Owner, source: Source, tracker: LossTracker) -> Iterator[Any]:
+def shard_batches(trainer: TrainerLike, source: Source, tracker: LossTracker) -> Iterator[Any]:
     """Yield the batches of an evaluation that have rows of this rank; dummies only where all ranks must run."""
-    shards = owner.parallel.shards
-    slices = open_epoch(owner.world, source, 0)
+    shards = trainer.parallel.shards
+    slices = open_epoch(trainer.world, source, 0)
     if shards and source.length is None:
-        slices = equally_long(owner.world, slices)
+        slices = equally_long(trainer.world, slices)
     for one in slices:
         tracker.recording = one.rows != 0
         if tracker.recording or shards:
@@ -117,12 +117,12 @@ def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
 
 
 @contextmanager
-def rank0_buffers(owner: Owner) -> Iterator[None]:
+def rank0_buffers(trainer: TrainerLike) -> Iterator[None]:
     """Give all ranks the buffers of rank 0 inside the block: every rank evaluates the same model."""
-    buffers = _whole(owner.model.buffers())
+    buffers = _whole(trainer.model.buffers())
     copies = [buffer.detach().clone() for buffer in buffers]
     with versions_preserved(buffers):
-        owner.world.broadcast_tensors(buffers)
+        trainer.world.broadcast_tensors(buffers)
         try:
             yield
         finally:
@@ -132,26 +132,26 @@ def rank0_buffers(owner: Owner) -> Iterator[None]:
 
 
 @contextmanager
-def among_ranks(owner: Owner) -> Iterator[None]:
+def among_ranks(trainer: TrainerLike) -> Iterator[None]:
     """Enter a run of several ranks: each watches the others, and draws random numbers of its own."""
-    world = owner.world
-    if owner.parallel.shards:
+    world = trainer.world
+    if trainer.parallel.shards:
         from trainwright.distributed.fsdp import recover
 
-        recover(owner.model)
+        recover(trainer.model)
     if world.size == 1:
         yield
         return
     from trainwright.distributed.ddp import DDP
 
-    same_noise = isinstance(owner.parallel, DDP) and owner.parallel.same_noise
-    with world.watch(partial(position_text, owner)), per_rank_noise(world, same=same_noise):
+    same_noise = isinstance(trainer.parallel, DDP) and trainer.parallel.same_noise
+    with world.watch(partial(position_text, trainer)), per_rank_noise(world, same=same_noise):
         yield
 
 
-def position_text(owner: Owner) -> str:
+def position_text(trainer: TrainerLike) -> str:
     """Return the position of this rank in the run, for messages of the others."""
-    counters = owner._counters
+    counters = trainer._counters
     done = bool(counters.stopped) and not counters.batch  # the current epoch is not begun any more
     epoch = counters.earlier_epochs + counters.epoch + (0 if done else 1)
     return f"epoch {epoch}, after update {counters.earlier_updates + counters.updates}"
@@ -185,23 +185,23 @@ def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
         return random_state()
 
 
-def rank_state(owner: Owner, *, random: Tree, data: Tree) -> Tree:
+def rank_state(trainer: TrainerLike, *, random: Tree, data: Tree) -> Tree:
     """Return the state of this rank alone: random numbers, normalization statistics, and its position in the data."""
     return {
         "random": random,
-        "statistics": {name: one.detach().clone() for name, one in _statistics(owner).items()},
+        "statistics": {name: one.detach().clone() for name, one in _statistics(trainer).items()},
         "data": data,
-        "parts": {name: part.state_dict() for name, part in _each(owner).items()},
+        "parts": {name: part.state_dict() for name, part in _each(trainer).items()},
     }
 
 
-def take_rank_state(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
+def take_rank_state(trainer: TrainerLike, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
     """Take the own states of all ranks out of a checkpoint; return this rank's, and how many there were.
 
     None where there were more or fewer ranks: then all start from rank 0's, and their random numbers follow from it.
     """
     each: list[Tree] = tree.pop(PROCESSES, None) or []
-    world = owner.world
+    world = trainer.world
     number = max(1, len(each))
     own = each[world.rank] if world.size > 1 and number == world.size else None
     if own is not None:
@@ -212,38 +212,38 @@ def take_rank_state(owner: Owner, tree: dict[str, Tree]) -> tuple[Tree | None, i
     return own, number
 
 
-def load_rank_state(owner: Owner, own: Tree | None) -> None:
+def load_rank_state(trainer: TrainerLike, own: Tree | None) -> None:
     """Load the own state of this rank, after the common parts."""
-    if owner.world.rank:
-        owner._tracker.reset()  # the sums of all ranks are rank 0's
+    if trainer.world.rank:
+        trainer._tracker.reset()  # the sums of all ranks are rank 0's
     if own is not None:
-        for name, statistic in _statistics(owner).items():
+        for name, statistic in _statistics(trainer).items():
             statistic.copy_(own["statistics"][name])
 
 
-def _each(owner: Owner) -> dict[str, Any]:
+def _each(trainer: TrainerLike) -> dict[str, Any]:
     """Return the user's own parts of which every rank has one."""
-    return {name: part for name, part in owner.parts().items() if getattr(part, "each_process", False)}
+    return {name: part for name, part in trainer.parts().items() if getattr(part, "each_process", False)}
 
 
-def refresh_shards(owner: Owner) -> None:
+def refresh_shards(trainer: TrainerLike) -> None:
     """Free the gathered weights of a sharded model, and take over which parameters are trained now."""
     from trainwright.distributed.fsdp import retake
 
-    reshard(owner.model.modules())
-    retake(owner.model)
+    reshard(trainer.model.modules())
+    retake(trainer.model)
 
 
-def broadcast_buffers(owner: Owner) -> None:
+def broadcast_buffers(trainer: TrainerLike) -> None:
     """Broadcast the buffers of rank 0: all ranks evaluate, save and return the same model."""
-    owner.world.broadcast_tensors(_whole(owner.model.buffers()))
+    trainer.world.broadcast_tensors(_whole(trainer.model.buffers()))
 
 
-def broadcast_weights(owner: Owner) -> None:
+def broadcast_weights(trainer: TrainerLike) -> None:
     """Broadcast the weights of rank 0: model, loss, frozen modules, and all else that is trained."""
-    tensors = [tensor for module in networks_of(owner) for tensor in (*module.parameters(), *module.buffers())]
-    tensors += parameters_in(*owner.optimizers.values())
-    owner.world.broadcast_tensors({id(one): one for one in _whole(tensors)}.values())
+    tensors = [tensor for module in networks_of(trainer) for tensor in (*module.parameters(), *module.buffers())]
+    tensors += parameters_in(*trainer.optimizers.values())
+    trainer.world.broadcast_tensors({id(one): one for one in _whole(tensors)}.values())
 
 
 def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
@@ -251,25 +251,25 @@ def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [one for one in tensors if not is_sharded(one)]
 
 
-def _statistics(owner: Owner) -> dict[str, Tensor]:
+def _statistics(trainer: TrainerLike) -> dict[str, Tensor]:
     """Return the running statistics by name: a resumed model may register its layers in another order."""
-    ids = {id(one) for one in running_statistics(owner.model)}
-    return {name: buffer for name, buffer in owner.model.named_buffers() if id(buffer) in ids}
+    ids = {id(one) for one in running_statistics(trainer.model)}
+    return {name: buffer for name, buffer in trainer.model.named_buffers() if id(buffer) in ids}
 
 
-def _part(owner: Owner) -> Shard:
-    mesh = owner.world.mesh
-    return Shard(mesh.rank, mesh.data, least=2 if _normalises_rows(owner) else 1)
+def _part(trainer: TrainerLike) -> Shard:
+    mesh = trainer.world.mesh
+    return Shard(mesh.rank, mesh.data, least=2 if _normalises_rows(trainer) else 1)
 
 
-def _normalises_rows(owner: Owner) -> bool:
+def _normalises_rows(trainer: TrainerLike) -> bool:
     """Whether a layer in train mode normalises over rows, and so takes no slice of one.
 
     A model all of which is in eval mode is switched to train mode by `fit`.
     """
-    in_eval_mode = not any(module.training for module in owner.model.modules())
+    in_eval_mode = not any(module.training for module in trainer.model.modules())
     return any(
         isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
-        for module in owner.model.modules()
+        for module in trainer.model.modules()
         if module.training or in_eval_mode
     )

@@ -12,7 +12,7 @@ from trainwright.core.records import Update
 from trainwright.core.triggers import TimeTrigger, Trigger
 from trainwright.metrics.reduce import Sums, reduce_to_rank0
 from trainwright.protocols import Observer
-from trainwright.update.owner import Owner
+from trainwright.update.trainer_like import TrainerLike
 from trainwright.update.window import Window
 
 if TYPE_CHECKING:
@@ -27,22 +27,22 @@ class UpdateReporter:
     the run ends in an error before that, they are reported with the numbers of rank 0, and the Result says so.
     """
 
-    def __init__(self, owner: Owner, optimizer_steps: OptimizerSteps) -> None:
-        self._owner, self._counters, self._optimizer_steps = owner, owner._counters, optimizer_steps
-        hooks = owner._hooks
-        self._holds = owner.world.size > 1 and (hooks.may_log_any_name or hooks.after_update is not None)
+    def __init__(self, trainer: TrainerLike, optimizer_steps: OptimizerSteps) -> None:
+        self._trainer, self._counters, self._optimizer_steps = trainer, trainer._counters, optimizer_steps
+        hooks = trainer._hooks
+        self._holds = trainer.world.size > 1 and (hooks.may_log_any_name or hooks.after_update is not None)
         """Whether records are held until the ranks synchronize."""
         self._held: list[tuple[Update, Sums]] = []
         """Records, each with sum and count of every number of this rank."""
         self.note = ""
         """Which updates were reported with the numbers of rank 0 alone; empty for none."""
         self._notify = [
-            (observer.on_update, _trigger(observer, owner._counters))
-            for observer in owner.observers
+            (observer.on_update, _trigger(observer, trainer._counters))
+            for observer in trainer.observers
             if type(observer).on_update is not Observer.on_update
         ]
         here = len(self._notify) > 0
-        self.is_needed = any(owner.world.sum_numbers(here)) if self._holds else here
+        self.is_needed = any(trainer.world.sum_numbers(here)) if self._holds else here
         """Whether there is an observer: on any rank, where all ranks exchange numbers."""
 
     def report(self, window: Window, *, skipped: bool) -> None:
@@ -51,7 +51,7 @@ class UpdateReporter:
             self._held.append((self._update(window, skipped=skipped), self._numbers()))
             return
         update = None
-        for notify, trigger in self._notify if self._owner.is_main else ():
+        for notify, trigger in self._notify if self._trainer.is_main else ():
             if trigger is None or trigger.fires(self._counters, epoch_ended=False):
                 update = self._update(window, skipped=skipped) if update is None else update
                 notify(update)
@@ -61,14 +61,14 @@ class UpdateReporter:
         held, self._held = self._held, []
         if not self._holds:
             return
-        reduce_to_rank0(self._owner.world, [sums for _, sums in held])
+        reduce_to_rank0(self._trainer.world, [sums for _, sums in held])
         for update, sums in held:
             self.send(update, sums.means())
 
     def report_held_alone(self) -> None:
         """Report the held records with the numbers of this rank: the others do not synchronize any more."""
         held, self._held = self._held, []
-        if not held or not self._notify or not self._owner.is_main:
+        if not held or not self._notify or not self._trainer.is_main:
             return
         first, last = held[0][0].update, held[-1][0].update
         which = f"update {first} was" if first == last else f"updates {first} to {last} were"
@@ -80,17 +80,17 @@ class UpdateReporter:
         """Send a record, completed by `numbers`, to the observers whose turn it is."""
         loss = numbers.pop("loss", update.loss)
         complete = replace(update, loss=loss, values={**update.values, **numbers})
-        for notify, trigger in self._notify if self._owner.is_main else ():
+        for notify, trigger in self._notify if self._trainer.is_main else ():
             if trigger is None or trigger.fires_at(update.update - self._counters.earlier_updates):
                 notify(complete)
 
     def _numbers(self) -> Sums:
-        hooks, tracker = self._owner._hooks, self._owner._tracker
+        hooks, tracker = self._trainer._hooks, self._trainer._tracker
         with_loss = tracker.has_loss and (hooks.overrides_update or hooks.overrides_compute_gradients)
         return tracker.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:
-        tracker, optimizer_steps = self._owner._tracker, self._optimizer_steps
+        tracker, optimizer_steps = self._trainer._tracker, self._optimizer_steps
         if tracker.unread:  # numbers that `after_update` has logged
             tracker.read()
         norm = optimizer_steps.all.steps[0].norm

@@ -17,8 +17,8 @@ from trainwright.protocols import Stateful, Tree
 
 if TYPE_CHECKING:
     from trainwright.update.loss_tracker import LossTracker
-    from trainwright.update.owner import Owner
     from trainwright.update.running_means import Terms
+    from trainwright.update.trainer_like import TrainerLike
 
 
 class SnapshotPart:
@@ -223,18 +223,18 @@ class Buffers(SnapshotPart):
 class UserState(SnapshotPart):
     """The user's `state` of a trainer."""
 
-    def __init__(self, owner: Owner) -> None:
-        self._owner = owner
+    def __init__(self, trainer: TrainerLike) -> None:
+        self._trainer = trainer
         self._copy: dict[str, Any] = {}
 
     def capture(self) -> None:
         """Copy it, tensors into the storage of the last copy."""
-        self._copy = copy_tree(self._owner.state, into=self._copy)
+        self._copy = copy_tree(self._trainer.state, into=self._copy)
 
     def restore(self, ago: int = 0) -> None:
         """Fill the same dict again."""
-        self._owner.state.clear()
-        self._owner.state.update(copy_tree(self._copy))
+        self._trainer.state.clear()
+        self._trainer.state.update(copy_tree(self._copy))
 
 
 class LossTotals(SnapshotPart):

@@ -68,7 +68,7 @@ class UpdateStrategy:
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         self.update = update
-        self.step: Callable[[Any], Any] = run.owner.training_step
+        self.step: Callable[[Any], Any] = run.trainer.training_step
         """Runs a micro-batch."""
         self.backward_args: Callable[[Any], BackwardArgs] = run.tracker.backward_args
         """Records the return of `step`; returns the arguments of `torch.autograd.backward`: loss and weight."""
@@ -76,14 +76,14 @@ class UpdateStrategy:
         """The factor that `scale_and_check` applies: estimate / total of the counts, over the loss scale."""
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
-        self.reporter = UpdateReporter(run.owner, run.optimizer_steps)
+        self.reporter = UpdateReporter(run.trainer, run.optimizer_steps)
         self.status = UpdateStatus()
         """The status of the update in progress."""
         self._run = run
 
     def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
         """Group batches into windows of `accumulate`."""
-        hooks = self._run.owner._hooks
+        hooks = self._run.trainer._hooks
         count = hooks.count if accumulate > 1 or hooks.overrides_count else None  # a single mean needs no count
         return windows(batches, accumulate, rows=hooks.rows, count=count, move=move)
 
@@ -111,7 +111,7 @@ class UpdateStrategy:
         if self.scaler is not None:
             self.pending_factor = missing * self.scaler.factor()
             self.status.is_scaled = True
-        if run.owner._hooks.overrides_update:
+        if run.trainer._hooks.overrides_update:
             self.scale_and_check(run.gradients)
         return None if loss is None else self.complete_loss(loss, missing)
 
@@ -181,7 +181,7 @@ class UpdateStrategy:
 
     def close(self) -> None:
         """Release the memory that only updates need, at the end of the run."""
-        self.update = self._run.owner.update
+        self.update = self._run.trainer.update
 
     def regroup(self) -> None:
         """Take over the optimizers' parameters as they are grouped now. No-op here."""

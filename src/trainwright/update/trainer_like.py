@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainwright.update.nonfinite_policy import Policy
 
 
-class Owner(Protocol):
+class TrainerLike(Protocol):
     """The attributes and hooks of a Trainer that planning, running and evaluating read."""
 
     model: Any
@@ -88,16 +88,16 @@ class Owner(Protocol):
         """The step of a prediction."""
 
 
-def active_observers(owner: Owner) -> Sequence[Observer]:
+def active_observers(trainer: TrainerLike) -> Sequence[Observer]:
     """Return the observers that get the records of the run: those of rank 0."""
-    return owner.observers if owner.is_main else ()
+    return trainer.observers if trainer.is_main else ()
 
 
-def trained_modules(owner: Owner) -> list[nn.Module]:
+def trained_modules(trainer: TrainerLike) -> list[nn.Module]:
     """The model, and a loss that is a module."""
-    return [one for one in (owner.model, owner.loss) if isinstance(one, nn.Module)]
+    return [one for one in (trainer.model, trainer.loss) if isinstance(one, nn.Module)]
 
 
-def networks_of(owner: Owner) -> list[nn.Module]:
+def networks_of(trainer: TrainerLike) -> list[nn.Module]:
     """The model, a loss that is a module, and the frozen modules."""
-    return trained_modules(owner) + list(owner.frozen.values())
+    return trained_modules(trainer) + list(trainer.frozen.values())
