@@ -85,7 +85,11 @@ class Observer:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
 
     def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
-        """Drop what was written after `update` and so many skipped updates: the run resumes there. No-op here."""
+        """Drop what was written after `update`: the run resumes there. Called before `on_fit_start`; no-op here.
+
+        `held_back`: the skipped updates of the stage so far. `goes_on`: whether the run trains further; False where it
+        had finished and only its result is loaded.
+        """
 
     def on_fit_start(self, plan: Plan) -> None:
         """Before the first update."""
