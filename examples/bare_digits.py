@@ -5,7 +5,7 @@ Time      2 to 3 seconds of training on one CPU core (--smoke: two epochs, less)
 Expected  at least 98 % of the held-out digits right at the best epoch: the very weights of `full_digits.py`
 Writes    runs/bare_digits.pt, the best weights (--smoke: nothing that stays)
 
-Left out, for it would double the length: going on after an interruption, a file that survives a crash while it is
+Left out, for it would double the length: resuming after an interruption, a file that survives a crash while it is
 written, a table on the console, and every check that names a mistake before training.
 """
 

@@ -89,7 +89,7 @@ def main() -> None:
     )
     plain, _ = train(Fast(), **size)
     compiled, trainer = train(Fast(compile={"backend": "aot_eager"} if asked.smoke else "regional"), **size)
-    if not trainer.is_main:  # of several processes the first one hears of updates
+    if not trainer.is_main:  # of several processes the first one gets the records of updates
         return
     print(f"plain     {plain}")
     print(f"compiled  {compiled}")

@@ -9,7 +9,7 @@ Expected  98.5 % of the held-out digits right, whichever way, and a loss on them
 Time      4 to 7 seconds of training (--smoke: two epochs, less)
 Writes    runs/ddp_digits (--smoke: nothing); --directory names another
 
-Started again, in any of these ways, it goes on from its last checkpoint, and tells its result at once if it was done.
+Started again in any of these ways, it continues from its last checkpoint; a finished run prints its result at once.
 To train once more, take another --directory. The weights are float64, so that rounding does not hide that it is one
 and the same computation; in float32 the processes add up in another order, and differ from one in the seventh digit.
 """

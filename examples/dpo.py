@@ -42,7 +42,7 @@ class Writer(nn.Module):
 
 
 def log_prob(model: nn.Module, prompt: Tensor, answer: Tensor) -> Tensor:
-    """The log probability of each whole answer, (rows)."""
+    """The log probability of each complete answer, (rows)."""
     scores = model(torch.cat([prompt, answer], 1)[:, :-1])[:, :, prompt.shape[1] - 1 :]
     return -F.cross_entropy(scores, answer, reduction="none").sum(1)
 
@@ -92,7 +92,7 @@ def learn_to_write(data: Pairs, *, updates: int) -> Writer:
 
 @torch.no_grad()
 def write(writer: Writer, prompt: Tensor) -> Tensor:
-    """What it goes on with, letter by letter."""
+    """The continuation that it writes, letter by letter."""
     generator, text = torch.Generator().manual_seed(0), prompt
     for _ in range(LENGTH):
         chances = writer(text)[:, :, -1].softmax(1).cpu()  # where the generator draws

@@ -130,7 +130,7 @@ class ShiftAndFlip(nn.Module):
 
 
 def block(entering: int, leaving: int) -> nn.Module:
-    """A convolution without a bias: the BatchNorm behind it has one."""
+    """A convolution without a bias: the BatchNorm after it has one."""
     convolution = nn.Conv2d(entering, leaving, 3, padding=1, bias=False)
     return nn.Sequential(convolution, nn.BatchNorm2d(leaving), nn.ReLU())
 

@@ -71,7 +71,7 @@ def pieces(text: str) -> tuple[Tensor, Tensor]:
 
 @torch.no_grad()
 def write(model: nn.Module, length: int) -> str:
-    """Text that the model goes on with. Every process runs it: the same model, draws from the same seed."""
+    """Text that the model continues with. Every process runs it: the same model, draws from the same seed."""
     generator = torch.Generator().manual_seed(0)
     model.eval()
     letters = torch.tensor([[CHARACTERS.index("\n")]])

@@ -5,7 +5,7 @@ Time      2 to 3 seconds of training on one CPU core (--smoke: two epochs, less)
 Expected  at least 98 % of the held-out digits right at the best epoch
 Writes    runs/full_digits (--smoke: nothing that stays)
 
-Stop it and start it again: it goes on from its last checkpoint. Once it is done, it shows its result at once.
+Stop it and start it again: it continues from its last checkpoint. Once it is done, it shows its result at once.
 `bare_digits.py` is the same run as a plain PyTorch loop; both end with the same weights, bit for bit.
 """
 

@@ -5,7 +5,7 @@
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
 Time      2 to 4 seconds of training on one CPU core (--smoke: two epochs, less)
 Expected  at least 97 % of the held-out digits right; 97.7 % on the CPU with torch 2.13.0
-Writes    runs/model_parallel (--smoke: nothing that stays); started again, it goes on from there
+Writes    runs/model_parallel (--smoke: nothing that stays); started again, it continues from there
 
 The Trainer never moves such a model, and puts each batch where its first parameters are. Carrying the activations from
 one part to the next, and the output back to where the batch is, is the model's own affair: see `forward`. The parts

@@ -2,11 +2,11 @@
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
 Time      1 to 2 seconds of training on one CPU core (--smoke: two epochs, less)
-Expected  at least 96 % of the held-out digits right at the best epoch, after 3 updates that overflow and are held back
+Expected  at least 96 % of the held-out digits right at the best epoch, after 3 updates that overflow and are skipped
 Writes    runs/own_loop.safetensors, the best weights (--smoke: nothing that stays)
 
 Every slot of the `Trainer` works without it. This loop makes the updates that the `Trainer` makes with the same
-settings, bit for bit; docs/loop.md goes through that one line by line. Left out: going on after an interruption, and
+settings, bit for bit; docs/loop.md goes through that one line by line. Left out: resuming after an interruption, and
 every check that names a mistake before training.
 """
 

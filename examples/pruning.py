@@ -123,7 +123,7 @@ def shrink(model: nn.Sequential, amount: float, *, by: Literal["l1", "bn"] = "l1
     """Return a copy of `model` without the `amount` of each layer's channels that rank last; `model` stays.
 
     `by`: "l1" ranks channels by the mean of the absolute weights that make them (Li et al., arXiv 1608.08710), "bn" by
-    the absolute scale of the BatchNorm behind them (network slimming, arXiv 1708.06519); a layer without one keeps its
+    the absolute scale of the BatchNorm after them (network slimming, arXiv 1708.06519); a layer without one keeps its
     channels. The copy needs an optimizer and a Trainer of its own, and some epochs of fine-tuning.
     """
     if not 0 < amount < 1:
@@ -160,7 +160,7 @@ def remove_channels(model: nn.Sequential, channels: Mapping[int, Collection[int]
             raise ValueError(f"remove_channels({{{place}: {removed}}}): want some of the {size} channels, not all")
         narrow(layers[place], ("weight", "bias"), kept, dim=0)
         for norm in users[place].norms:
-            # Behind a Flatten each channel is several features in a row.
+            # After a Flatten each channel is several features in a row.
             wide = features(kept, layers[norm].num_features // size)
             narrow(layers[norm], ("weight", "bias", "running_mean", "running_var"), wide, dim=0)
             layers[norm].num_features = len(wide)

@@ -1,4 +1,4 @@
-"""Tell which module of the standard library a line of Python is from, byte by byte: rows of unequal length.
+"""Predict which module of the standard library a line of Python is from, byte by byte: rows of unequal length.
 
 Data      about 13,600 different lines of 8 modules of this Python's own standard library, a fifth of them held out
 Time      about 10 seconds of training on one CPU core (--smoke: 300 lines, less)
