@@ -1,4 +1,4 @@
-"""The Protocols that a user's own class can fill: parts of a checkpoint, slots of the loop, observers."""
+"""The Protocols that a user's own class can fill (parts of a checkpoint, slots of the loop), and `Observer`."""
 
 from __future__ import annotations
 
@@ -84,10 +84,10 @@ class Observer:
         if unknown := set(cls.wants) - {"grad_norm"}:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
 
-    def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
+    def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
         """Drop what was written after `update`: the run resumes there. Called before `on_fit_start`; no-op here.
 
-        `held_back`: the skipped updates of the stage so far. `goes_on`: whether the run trains further; False where it
+        `skipped`: the skipped updates of the stage so far. `goes_on`: whether the run trains further; False where it
         had finished and only its result is loaded.
         """
 
