@@ -17,7 +17,7 @@ namespace {
 
 constexpr int THREADS = 128;
 
-// A thread walks through the steps of one channel of one row; its neighbours read the channels beside it.
+// A thread walks through the steps of one channel of one row; its neighbors read the channels beside it.
 template <typename T>
 __global__ void forward(const T* decay, const T* entered, T* states, int64_t columns, int64_t steps, int64_t channels) {
   const int64_t column = int64_t(blockIdx.x) * THREADS + threadIdx.x;
