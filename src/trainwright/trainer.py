@@ -431,7 +431,7 @@ class Trainer(Generic[M]):
     @property
     def fast_path(self) -> str:
         """Which path the updates take, and why."""
-        from trainwright.acceleration.path import fast_path
+        from trainwright.acceleration.switches import fast_path
 
         return fast_path(self)
 

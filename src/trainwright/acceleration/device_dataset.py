@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
+from trainwright.core.device import available_memory
 from trainwright.core.errors import SettingError
-from trainwright.core.memory import left_on
 from trainwright.data.source import Source
 from trainwright.observers.table import byte_size
 from trainwright.update.trainer_like import TrainerLike
@@ -64,7 +64,7 @@ def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitS
 
 def free_memory(device: torch.device) -> int | None:
     """Return the free bytes of a device, torch's cached blocks included; None where that is unknown."""
-    return left_on(device) if device.type == "cuda" else None
+    return available_memory(device) if device.type == "cuda" else None
 
 
 def _sizes(trainer: TrainerLike, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:

@@ -17,8 +17,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.device import is_out_of_memory, release_memory
 from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed
-from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
@@ -125,7 +125,7 @@ class WindowSplitter:
         window.release()
         tried.release()
         self._rewind(window)
-        free_memory(self._trainer.device, lambda: free_transfer_memory(hooks))
+        release_memory(self._trainer.device, lambda: free_transfer_memory(hooks))
         if self._weights.changed:
             raise _noted(failed, "weights were changed before memory ran out")
         self.limit = _size(tried.batches[index]) / 2

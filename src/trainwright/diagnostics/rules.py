@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.device import devices_of
-from trainwright.core.memory import is_out_of_memory
+from trainwright.core.device import devices_of, is_out_of_memory
 from trainwright.core.suggestions import nearest
 from trainwright.diagnostics.frames import MISSING, Failure, dtype_name, shown, tensors
 from trainwright.modules.freezing import layers_mixing_rows

@@ -16,7 +16,6 @@ from torch import Tensor
 from trainwright.core.checks import check_choice
 from trainwright.core.device import move
 from trainwright.core.errors import DataError, SettingError
-from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
 from trainwright.data.source import Source
@@ -25,6 +24,7 @@ from trainwright.evaluation.predictions import join, make_outputs
 from trainwright.evaluation.task_type import find_task_type, guess_classes
 from trainwright.metrics.scores import MAE, R2, RMSE
 from trainwright.metrics.totals import Total
+from trainwright.precision.autocast import beside_training
 from trainwright.update.batches import scores_of
 from trainwright.update.batches import split as default_split
 from trainwright.update.trainer_like import TrainerLike

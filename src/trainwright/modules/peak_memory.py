@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trainwright.core.memory import free_memory, left_on
+from trainwright.core.device import available_memory, release_memory
 from trainwright.core.torch_private import TorchDispatchMode, sparse_parts, storage_id
 from trainwright.core.trees import tensors_in
 
@@ -49,13 +49,13 @@ class AllocatorPeaks:
 
     def left(self) -> int | None:
         """Return the bytes that are free for this process, plus those of present tensors."""
-        free_memory(self._device)
-        return left_on(self._device) + int(torch.cuda.memory_allocated(self._device))
+        release_memory(self._device)
+        return available_memory(self._device) + int(torch.cuda.memory_allocated(self._device))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure inside."""
-        free_memory(self._device)
+        release_memory(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
             yield
@@ -85,7 +85,7 @@ class TensorPeaks:
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure inside."""
-        free_memory(self._device)
+        release_memory(self._device)
         living = LiveTensors(self._known)
         try:
             with living:

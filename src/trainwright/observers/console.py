@@ -28,7 +28,7 @@ from trainwright.observers.table import (
 from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.core.speed import Speed
+    from trainwright.observers.throughput import Speed
 
 WIDEST = 100
 """No line is wider, on any terminal or in any file."""

@@ -20,8 +20,8 @@ from trainwright.core.suggestions import suggests
 from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.core.model_statistics import ModelStatistics
-    from trainwright.core.speed import Speed
+    from trainwright.observers.probes import ModelStatistics
+    from trainwright.observers.throughput import Speed
 
 LONGEST_LINE = 1 << 26
 """Bytes of a line; a longer one, or a file without line ends, is no journal."""
