@@ -123,5 +123,5 @@ def listeners(observers: Sequence[Observer], event: str) -> list[Any]:
     return [
         getattr(observer, event)
         for observer in observers
-        if getattr(type(observer), event, None) is not getattr(Observer, event)
+        if getattr(type(observer), event) is not getattr(Observer, event)
     ]

@@ -15,6 +15,7 @@ import torch.overrides
 from torch import Tensor, nn
 
 from trainwright.checkpointing.files import replace_file
+from trainwright.core.checks import name_of
 from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import (
     compiled_target,
@@ -302,7 +303,7 @@ def _described(model: nn.Module, chosen: list[nn.Module]) -> str:
 
 def _backend(options: dict[str, Any]) -> str:
     backend = options.get("backend", "inductor")
-    return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+    return backend if isinstance(backend, str) else name_of(backend)
 
 
 def _first_line(reason: str) -> str:

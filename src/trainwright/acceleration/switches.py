@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from trainwright.acceleration import layout
 from trainwright.acceleration.device_dataset import place_data
@@ -105,8 +104,8 @@ def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
     from trainwright.acceleration.compilation import check_apart, compiled, kept_in
 
     fast, tracker = trainer.fast, trainer._tracker
-    directory: Any = getattr(trainer.checkpoint, "directory", None)
-    check_apart(fast.cache, None if directory is None else Path(directory))
+    saves_to = None if trainer.checkpoint is None else Path(trainer.checkpoint.directory)
+    check_apart(fast.cache, saves_to)
     is_short = _short(trainer, source)
     try:
         with (

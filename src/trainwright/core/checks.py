@@ -167,6 +167,12 @@ def is_dict(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
+def name_of(value: object) -> str:
+    """Return the name of a function, of a class, of the function in a partial; of another object that of its class."""
+    value = value.func if isinstance(value, functools.partial) else value
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
 def settings_text(value: Any) -> str:
     """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
     if isinstance(value, dict):

@@ -103,6 +103,12 @@ def listed(names: Sequence[str], most: int = 4) -> str:
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:most]) + more
 
 
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an error."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return notes
+
+
 def user_line(frame: FrameType | None = None) -> str:
     """``file:line`` of the innermost frame that is neither ours nor an installed package's, or "".
 

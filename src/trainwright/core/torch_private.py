@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -62,8 +62,7 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module inside the result of `torch.compile(module)`; any other module itself."""
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return inner
+    return cast(nn.Module, module._orig_mod) if type(module).__name__ == "OptimizedModule" else module
 
 
 def versions_of(state: Any) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -224,7 +225,7 @@ def _plain(value: Any) -> Any:
     """Return nested dicts with NumPy's numbers as Python's."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _of_values(

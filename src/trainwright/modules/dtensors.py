@@ -158,7 +158,7 @@ def _tensors() -> Any:
 
 
 def _local(tensor: Any) -> Tensor:
-    here: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    here: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return here
 
 

@@ -91,7 +91,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     def format_dict(self) -> dict[str, Any]:
         """The fields that tqdm formats the line from."""
         fields = dict(super().format_dict)
-        encoding, parts = getattr(self.fp, "encoding", None), self._parts(fields)
+        encoding, parts = self.fp.encoding, self._parts(fields)
         head = f" epoch {self.name} "
         widest = fields["ncols"] - len(head)
         least = _LEAST_BAR + 1 if self.total else 0

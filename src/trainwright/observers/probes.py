@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from trainwright.core.checks import settings_text
 from trainwright.core.durations import Duration, Epochs, Updates, check_duration
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import suggests
@@ -44,7 +45,7 @@ class Probe(RunObserver):
         check_duration(every, "every", call="Probe({})")
         self.fn = fn
         self.duration = every
-        self.name = f"Probe({getattr(fn, '__name__', repr(fn))})"
+        self.name = f"Probe({settings_text(fn)})"
 
 
 @suggests
