@@ -50,16 +50,16 @@ def _speed_up_convolutions(trainer: TrainerLike, undo: ExitStack) -> list[str]:
 
 
 def acceleration_notes(trainer: TrainerLike) -> tuple[str, ...]:
-    """Return a line on what was compiled so far, and one on how windows are split."""
+    """Return a line on the regions compiled so far, and one on split windows."""
     compiled, splits = trainer._record.path.compiled, trainer._record.path.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
     return lines if splits is None or not splits.split else (*lines, splits.split)
 
 
 def fast_path(trainer: TrainerLike) -> str:
-    """Name the path of the updates, with its cost on this device: L1 for silent ones, L0 where each is read at once."""
+    """Return the path of the updates and its cost on this device: L1 reads them later, L0 reads each at once."""
     why = trainer._record.path.why_immediate
-    if why is None:  # no run yet, and so no schedule that is bound
+    if why is None:  # before the first run no schedule is bound
         scaler = None if trainer.precision is None else trainer.precision.loss_scale(trainer.device.type)
         checks = trainer.on_nonfinite != "ignore" or scaler is not None
         why = finite_check.why_immediate(trainer, checks=checks, scaler=scaler, schedules=None)
@@ -75,7 +75,7 @@ def fast_path(trainer: TrainerLike) -> str:
 
 
 def _gradients_averaged(trainer: TrainerLike) -> str:
-    """How gradients of several processes become one, and what is sent beside them; nothing for one process."""
+    """Return how gradients of several processes are averaged, and what is sent beside them; "" for one process."""
     from trainwright.distributed.ddp import DDP  # few runs need it
 
     size, hooks, settings = trainer.world.size, trainer._hooks, trainer.parallel

@@ -25,7 +25,7 @@ _FULL = (
     *("CUDA error: out of memory", "CUDA out of memory", "MPS backend out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
-"""How torch says that memory has run out, where the class of the error does not."""
+"""Texts of errors without a class of their own that mean that memory has run out."""
 
 
 def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
@@ -147,18 +147,21 @@ def widest_float(device: torch.device) -> torch.dtype:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an error says that there was no memory for a tensor: torch's own class, a MemoryError, or its words."""
+    """Return whether an error means that memory has run out: by torch's class, a MemoryError, or the text."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _FULL)
 
 
-def release_memory(device: torch.device, let_go: Callable[[], None] = lambda: None) -> None:
-    """Give back what nobody holds any more. `let_go` is called when the device has done all that it was given."""
-    gc.collect()  # graphs of autograd that are held in a ring
+def release_memory(device: torch.device, free: Callable[[], None] = lambda: None) -> None:
+    """Free unreferenced memory and torch's caches; `free` is called when the device has finished its work.
+
+    The path of CUDA has not run on a GPU yet.
+    """
+    gc.collect()  # reference cycles hold autograd graphs
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    let_go()
+    free()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "mps":
@@ -166,9 +169,9 @@ def release_memory(device: torch.device, let_go: Callable[[], None] = lambda: No
 
 
 def available_memory(device: torch.device) -> int:
-    """Bytes that tensors may yet take on a CUDA device: those that torch keeps, and free ones as far as it may go.
+    """Return the bytes that new tensors may take on a CUDA device: unused ones of torch's allocator, and free ones.
 
-    A process may have been given a share of the device (`torch.cuda.set_per_process_memory_fraction`).
+    Within the share of the process (`torch.cuda.set_per_process_memory_fraction`). Not run on a GPU yet.
     """
     free, total = torch.cuda.mem_get_info(device)
     reserved: int = torch.cuda.memory_reserved(device)
@@ -179,7 +182,7 @@ def available_memory(device: torch.device) -> int:
 def device_memory(device: torch.device) -> dict[str, int]:
     """Return bytes by name: `allocated`, `reserved`, `peak` (of allocated, so far) on CUDA, `allocated` on mps.
 
-    On the CPU `process`, what is resident of this process; nothing where the system does not tell.
+    On the CPU `process`, the resident memory of this process on Linux; empty where it is unknown.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -221,7 +224,7 @@ def _named(wanted: str | torch.device) -> torch.device:
 
 
 def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
-    """Refuse `device=` for a model on several devices: it would be moved, or the setting ignored."""
+    """Return the refusal of `device=` for a model on several devices: it would be moved, or the setting ignored."""
     return SettingError(
         f"device={str(wanted)!r}, and the model is on several devices",
         have=", ".join(map(str, placed)),

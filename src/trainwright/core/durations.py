@@ -55,7 +55,7 @@ def check_duration(duration: Duration, of: str, *, call: str = "{}") -> None:
 
 
 class Trigger:
-    """Fires each time its duration has passed; asked only between two updates."""
+    """Fires each time its duration has passed; checked only between two updates."""
 
     def __init__(self, duration: Duration, counters: Counters, *, of: str) -> None:
         check_duration(duration, of)
@@ -64,7 +64,7 @@ class Trigger:
         self._seconds = counters.seconds
 
     def fires(self, counters: Counters, *, epoch_ended: bool) -> bool:
-        """Whether the duration has passed since it last fired."""
+        """Return whether the duration has passed since it last fired."""
         if isinstance(self.duration, Epochs):
             return epoch_ended and counters.epoch % int(self.duration.n) == 0
         if isinstance(self.duration, Updates):
@@ -75,34 +75,34 @@ class Trigger:
         return True
 
     def fires_at(self, updates: int) -> bool:
-        """Whether the duration has passed at an update that is reported late; for a number of updates."""
+        """Return whether the duration, in updates, has passed at an update that is reported late."""
         assert isinstance(self.duration, Updates)
         passed = updates // self.duration.n > self._updates // self.duration.n
         self._updates = updates
         return passed
 
     def next_update(self, counters: Counters) -> float:
-        """Return the update after which it must be asked next; infinite where only ends of epochs matter."""
+        """Return the update after which to check next; infinite where only ends of epochs matter."""
         if isinstance(self.duration, Epochs):
             return math.inf
         if isinstance(self.duration, Updates):
             return (counters.updates // self.duration.n + 1) * self.duration.n
-        return counters.updates  # time passes in skipped updates too
+        return counters.updates  # skipped updates take time too
 
 
 class TimeTrigger:
-    """Fires each time so many seconds have passed by the clock: the counters are brought up to date less often."""
+    """Fires each time so many seconds have passed by the clock: `Counters.seconds` is written less often."""
 
     def __init__(self, duration: Seconds) -> None:
         self._seconds = duration.n
         self._last = time.perf_counter()
 
     def fires_at(self, updates: int) -> bool:
-        """Whether the time has passed, when an update is reported late."""
+        """Return whether the time has passed, when an update is reported late."""
         return self.fires(None, epoch_ended=False)
 
     def fires(self, counters: Counters | None, *, epoch_ended: bool) -> bool:
-        """Whether the time has passed since it last fired."""
+        """Return whether the time has passed since it last fired."""
         now = time.perf_counter()
         if now - self._last < self._seconds:
             return False

@@ -113,7 +113,7 @@ class rng_preserved:  # a class, since each evaluation enters it
 class _NumPy:
     """NumPy's global generator: its state is read and set only after a change, since each takes 30 us.
 
-    `numpy.random` takes time to import: not before it is used.
+    `numpy.random` takes time to import, and is imported on first use.
     """
 
     _seen: bytes | None = None
@@ -130,12 +130,12 @@ class _NumPy:
         """Set a state, if a number was drawn since."""
         if self.state() is not state:
             np.random.set_state(state)
-            self._seen = None  # the second normal deviate may be set without a change of the memory
+            self._seen = None  # a stored second normal deviate does not change the memory
 
     def _memory(self) -> bytes | None:
         """Return the memory that changes with each draw; None where it is not known."""
         generator: Any = np.random.mtrand._rand._bit_generator
-        # A second normal deviate is not in this memory: it may be taken without a change.
+        # A stored second normal deviate is not in this memory, and is used up without a change.
         if type(generator) is not np.random.MT19937 or (self._state is not None and self._state[3]):
             return None
         return ctypes.string_at(generator.ctypes.state_address, _MT19937)
@@ -149,18 +149,18 @@ _numpy = _NumPy()
 class RngCheckpoint:
     """Part `random` of a checkpoint: the random states at the start of the current epoch, and at the saved boundary.
 
-    A resume repeats the draws of the epoch's order from the first, then continues with the second:
+    A resume draws the order of the epoch again from the first, then continues from the second:
 
         loaded -> (resume_draws_temporarily, for work of the boundary) -> epoch opened -> the process draws on
         loaded -> resume_draws, where nothing of the epoch is left                     -> the process draws on
     """
 
     epoch_start_state: dict[str, Any] = field(default_factory=dict)
-    """Empty until the iterator of the current epoch is about to be made: a run may stop before."""
+    """Empty until the iterator of the current epoch is made: a run may stop before that."""
     resume_state: dict[str, Any] | None = None
     """The loaded state of the boundary, until the epoch is opened or `resume_draws` is called."""
     draws_temporarily: bool = False
-    """Whether the process has drawn on from there already, though the epoch is still to be opened."""
+    """Whether the process draws from that state already, before the epoch is opened."""
 
     def boundary_state(self) -> dict[str, Any] | None:
         """Return the state to continue with when the epoch is opened; None where it is not resumed."""
@@ -171,18 +171,18 @@ class RngCheckpoint:
         return {"epoch_start": self.epoch_start_state, "now": self.boundary_state() or random_state()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over both states; the process draws as before until one of the methods below is called."""
+        """Load both states; the states of the process change in one of the methods below."""
         check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
         self.epoch_start_state, self.resume_state = tree["epoch_start"], tree["now"]
 
     def resume_draws_temporarily(self) -> None:
-        """Draw on from the boundary, for work that is due before the epoch is opened."""
+        """Continue from the state of the boundary for work that is due before the epoch is opened."""
         if self.resume_state is not None:
             set_random_state(self.resume_state)
             self.draws_temporarily = True
 
     def resume_draws(self) -> None:
-        """Draw on from the boundary for good: between two epochs, or where nothing is left of one."""
+        """Continue from the state of the boundary: between two epochs, or where nothing is left of one."""
         if self.resume_state is not None:
             set_random_state(self.resume_state)
             self.epoch_start_state, self.resume_state = {}, None

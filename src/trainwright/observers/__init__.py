@@ -1,13 +1,16 @@
-"""Observers: objects that watch a run and cannot change it.
+"""Observers: who watches a run, where its numbers go, and how it is measured.
 
-They answer where the numbers of a run go, and how a run is measured. In reading order: console.py (header, rows, end)
-with table.py (numbers as text, rows that fit a width) and live.py (the progress bar); journal.py (every number as lines
-of JSON); loggers/ (experiment trackers); probes.py (a function of yours between updates, statistics by parameter),
-throughput.py (rows per second, utilization, memory), profiler.py (torch's profiler).
+Files in reading order:
+`console.py`: header, rows and end of a run. `table.py`: numbers as text, rows that fit a width. `live.py`: the bar.
+`journal.py`: every number as lines of JSON.
+`loggers/`: experiment trackers.
+`probes.py`: a function of the user between updates, statistics by parameter.
+`throughput.py`: rows per second, utilization, memory.
+`profiler.py`: torch's profiler.
 
-An observer gets records of plain numbers, and costs nothing in a step whose event it does not override. It runs on rank
-0 alone; all ranks need a `RunObserver` that has a `name`. After a resume the journal and the trackers hold each update
-once.
+Promises: an observer gets records of plain numbers and cannot change the run; it costs nothing in a step whose event it
+does not override; it runs on rank 0 alone, but a `RunObserver` with a `name` is needed on all ranks; after a resume the
+journal and the trackers have each update once.
 """
 
 from trainwright.core.lazy import lazy_names

@@ -61,8 +61,8 @@ class LiveBar(Observer):
             file=self._stream,
             ncols=self._width,
             leave=False,
-            miniters=1,  # tqdm's own guess starves where the pace changes
-            delay=0.2,  # an epoch that is over at once draws nothing
+            miniters=1,  # tqdm's own estimate skips redraws when the rate drops
+            delay=0.2,  # a very short epoch draws nothing
             ascii=printable("█", self._stream.encoding) != "█",
         )
         self._bar.name = name

@@ -1,4 +1,4 @@
-"""Measures a run between updates: by a function of yours, without a trace; by norms and zeros of each parameter."""
+"""Measures a run between updates: by a function of the user; by norms and zeros of each parameter."""
 
 from __future__ import annotations
 
@@ -20,21 +20,21 @@ _NAME = 36
 class RunObserver(Observer):
     """An observer that measures the run itself at boundaries between updates, and changes nothing.
 
-    It holds the settings; what it measures with is an `Inspector` of each run (`fit/inspection.py`), since a run is no
-    concern of this package, and one observer may watch several.
+    It has the settings alone; an `Inspector` for each run (`fit/inspection.py`) measures, since one observer may watch
+    several runs.
     """
 
     name = ""
-    """With its settings: all ranks must have it. Empty where rank 0 alone may."""
+    """Class and settings, which all ranks must have alike; "" where rank 0 alone may have it."""
 
 
 @suggests
 class Probe(RunObserver):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 
-    The model is then in eval mode with the weights that count (averaged ones, where there are any), under no_grad and
-    the run's autocast, and afterwards everything is as it was: modes, random state, `trainer.state`, gradients. The
-    numbers are in the record of the next update, and in the epoch's row as means over its probes.
+    `fn` runs in eval mode, with averaged weights where there are any, under no_grad and the autocast of the run.
+    Modes, random state, `trainer.state` and gradients are restored afterwards. The numbers are in the record of the
+    next update, and in the row of the epoch as means over its probes.
     """
 
     def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Duration = Epochs(1)) -> None:  # noqa: B008
@@ -50,13 +50,13 @@ class Probe(RunObserver):
 
 @suggests
 class Statistics(RunObserver):
-    """Has a run call `on_statistics` of all observers with its `ModelStatistics`, each `every` updates.
+    """Sends `ModelStatistics` to `on_statistics` of all observers, once every `every` updates.
 
-    They hold norm, maximum and zeros of each parameter of the model and of the gradient that it was moved by, and how
-    far the update has moved it. `parameters`: a pattern of their names, such as "head.*". The numbers are of one
-    update, computed on the device and read in one transfer; the weights are copied for that update. Others cost
-    nothing. The journal and TensorBoard write them, and `latest` holds them. Of several processes rank 0
-    measures; all need the same `Statistics`. SettingError for a model in shards, and where the pattern names nothing.
+    They are norm, maximum and share of zeros of each parameter and of its gradient, and the size of its change by the
+    update. `parameters`: a pattern of names, such as "head.*". They are computed on the device and read in one
+    transfer; the weights are copied for that update, and other updates cost nothing. The journal and TensorBoard write
+    them, and `latest` has the last ones. Of several processes rank 0 measures; all need the same `Statistics`.
+    SettingError for a sharded model, and for a pattern that matches nothing.
     """
 
     def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008
@@ -72,15 +72,15 @@ class Statistics(RunObserver):
         """The last statistics."""
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
-        """Keep it."""
+        """Store them as `latest`."""
         self.latest = statistics
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParameterStatistics:
-    """One parameter after an update: itself, the gradient it was moved by, and how far it has moved.
+    """One parameter after an update: its values, its gradient, and its change by the update.
 
-    A NaN in a tensor makes its norm and its maximum NaN, and counts as not finite; it is no zero.
+    A NaN in a tensor makes its norm and maximum NaN, and counts as not finite and not as a zero.
     """
 
     elements: int
@@ -88,11 +88,11 @@ class ParameterStatistics:
     weight_max: float
     """The largest absolute value."""
     weight_zeros: float
-    """Share of the elements that are zero, 0 to 1."""
+    """The share of elements that are zero, 0 to 1."""
     weight_nonfinite: int
-    """How many elements are NaN or infinite."""
+    """The number of elements that are NaN or infinite."""
     grad_norm: float | None = None
-    """Of the gradient that the optimizer got: of the complete window, unscaled and clipped; None without one."""
+    """The norm of the gradient that the optimizer uses: of the complete window, unscaled, clipped; None without one."""
     grad_max: float | None = None
     grad_zeros: float | None = None
     grad_nonfinite: int = 0
@@ -103,7 +103,7 @@ class ParameterStatistics:
 
     @property
     def update_ratio(self) -> float:
-        """How far the update has moved it, as a share of what it was; about 1e-3 is usual; NaN for zeros that stay."""
+        """`update_norm` over `before`: about 1e-3 is usual; NaN for zeros that did not change."""
         if self.before:
             return self.update_norm / self.before
         return math.inf if self.update_norm else math.nan
@@ -125,7 +125,7 @@ class ModelStatistics:
 
 
 def _line(name: str, statistics: ParameterStatistics) -> str:
-    """A row of the table: norms of weight and gradient, the gradient's maximum and zeros, the share that has moved."""
+    """Return a row of the table: norms of weight and gradient, the gradient's maximum and zeros, the update ratio."""
     name = name if len(name) < _NAME else f"…{name[2 - _NAME :]}"
     zeros = "-" if statistics.grad_zeros is None else f"{statistics.grad_zeros:.0%}"
     bad = statistics.weight_nonfinite + statistics.grad_nonfinite

@@ -15,18 +15,17 @@ from trainwright.observers.table import amount, byte_size, joined
 
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
 INPUT_BOUND = 0.1
-"""Share of the time spent waiting for data from which on the data are what to make faster."""
+"""The share of the time spent waiting for data from which a run is input-bound."""
 
 
 @suggests
 class Throughput(RunObserver):
-    """Has a run call `on_speed` of all observers with its `Speed`: after each `every`, and at the end of each epoch.
+    """Sends `Speed` to `on_speed` of all observers, each time `every` has passed and at the end of each epoch.
 
-    The console prints a line per epoch, the journal writes every record, and an observer of your own gets them as
-    `on_speed`. `flops_per_row`: operations of one row forward and backward; by default they are counted once, on
-    the meta device, where the steps are the default ones. `peak`: operations per second that one device can do; by
-    default its maker's figure for dense bfloat16, where the device is known by name. Between two reports it costs
-    nothing, and it never waits for the device.
+    The console prints a line per epoch, and the journal writes every record. `flops_per_row`: operations of forward and
+    backward for one row; by default they are counted once on the meta device, if the steps are the default ones.
+    `peak`: operations per second of one device; by default the vendor's figure for dense bfloat16, if the device is in
+    the table of `modules/flops.py`. It costs nothing between two reports, and never waits for the device.
     """
 
     def __init__(
@@ -47,31 +46,31 @@ class Throughput(RunObserver):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """One stretch of training, pauses for validations, probes and saves left out; numbers are of all processes."""
+    """The speed of training between two reports, without validations, probes and saves; over all processes."""
 
     epoch: int
     """Finished epochs over all stages."""
     update: int
     """Updates applied so far over all stages."""
     seconds: float
-    """How long it took."""
+    """The time between the two reports."""
     rows: int
     updates: int
     waited: float
     """Seconds of it spent waiting for data."""
     flops_per_row: float | None = None
-    """Floating-point operations of one row forward and backward, a multiplication with its addition being two."""
+    """Floating-point operations of forward and backward for one row; a multiply-add is two."""
     peak: float | None = None
-    """Operations per second that the devices could do, all of them together."""
+    """The peak rate of all devices together, in operations per second."""
     looks: int = 0
-    """How often it was looked whether an accelerator had work left when the host had handed it all it had."""
+    """How often the host has checked, after launching an update, whether the accelerator was still at work."""
     busy: int = 0
-    """How often it had."""
+    """How often it was."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of the first process: `parameters`, `gradients`, `optimizer`, `buffers`, of the weights that it holds;
-    on CUDA what the allocator has, `allocated`, `reserved` and the `peak` so far; on the CPU the whole `process`."""
+    """Bytes of rank 0 by kind: `parameters`, `gradients`, `optimizer` and `buffers`, of its own shards;
+    on CUDA those of the allocator, `allocated`, `reserved` and `peak` so far; on the CPU those of the `process`."""
     note: str = ""
-    """Why there is no `mfu`."""
+    """Why `mfu` is None."""
 
     @property
     def rows_per_second(self) -> float:
@@ -90,17 +89,17 @@ class Speed:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilisation (PaLM, arXiv 2204.02311, B): what the model needs per second over the peak."""
+        """Model FLOPs utilization (PaLM, arXiv 2204.02311, B): operations of the model per second over the peak."""
         if self.flops_per_row is None or self.peak is None:
             return None
         return self.rows_per_second * self.flops_per_row / self.peak
 
     @property
     def bound(self) -> str:
-        """What bounds it: "input", or on an accelerator "compute" or "launch"; "" where that cannot be told.
+        """The bottleneck: "input", or on an accelerator "compute" or "launch"; "" where it is unknown.
 
-        An accelerator that mostly has work left when the host has handed it all it had is what the run waits for;
-        one that has none left waits for the host. On a CPU both are the same processor.
+        An accelerator that is mostly still at work after the host has launched an update is the bottleneck; one that
+        is idle waits for launches. On a CPU both are the same processor.
         """
         if self.waiting >= INPUT_BOUND:
             return "input"
@@ -110,7 +109,7 @@ class Speed:
 
 
 def merged(speeds: Sequence[Speed]) -> Speed:
-    """One record of stretches that follow one another; memory is that of the last, peaks with it."""
+    """Return one record for consecutive ones; memory is that of the last."""
     last = speeds[-1]
     return Speed(
         epoch=last.epoch,
@@ -129,7 +128,7 @@ def merged(speeds: Sequence[Speed]) -> Speed:
 
 
 def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> list[str]:
-    """Return what a console says of stretches of training that follow one another; `notes`: why a number is missing."""
+    """Return the lines of the console for consecutive records; `notes`: with the reason for a missing number."""
     speed = merged(speeds)
     parts = [f"{amount(speed.rows_per_second)} rows/s", f"{_short(speed.updates_per_second)} updates/s"]
     parts.append(f"{speed.waiting:.0%} waiting for data")
@@ -142,12 +141,12 @@ def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> l
 
 
 def _short(value: float) -> str:
-    """A rate that may be well below one."""
+    """Format a rate, which may be well below one."""
     return amount(value) if value >= 100 else f"{value:.3g}"
 
 
 def _positive(name: str, value: float | None, example: str) -> float | None:
-    """Refuse what is no amount of operations."""
+    """Return a number of operations; SettingError for a value that is none."""
     if value is None or (
         isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     ):

@@ -123,7 +123,7 @@ def _disabled(optimizer: Optimizer, dtype: str) -> str:
 
 def has_scheduler(optimizer: Any) -> bool:
     """Return whether a torch scheduler was built on this optimizer: it wraps `step`, and never removes the wrapper."""
-    return is_wrapped_by_scheduler(getattr(optimizer, "step", None))
+    return is_wrapped_by_scheduler(optimizer.step)
 
 
 def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:

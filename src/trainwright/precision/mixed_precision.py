@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around the step, a dynamic loss scale for fp16, TF32."""
+"""Mixed precision: autocast around the step, a dynamic loss scale for fp16, TF32 for float32 matrix products."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def with_precision(*backends: Any) -> list[tuple[Any, str]]:
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Suppress the warnings of torch's older switches for float32 products: only those exist in all versions.
+    """Suppress the warnings of torch's older switches for float32 products, the only ones that all versions have.
 
-    Torch 2.9, and some after it, warn where they are read or set.
+    Torch 2.9 and some later versions warn when these are read or set.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
