@@ -13,10 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainwright.core.errors import SettingError, first_line, listed
-from trainwright.core.trees import mapping_like, parameters_in, sequence_like
+from trainwright.core.trees import mapping_like, sequence_like
 
 Home = torch.device | Callable[[str], torch.device]
 """The device of loaded state that was saved on an accelerator: one device, or a function of the saved name."""
@@ -91,31 +90,6 @@ def homes(model: nn.Module, device: torch.device) -> Home:
     """
     placed = {str(used): used for used in devices_of(model)}
     return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
-
-
-def place_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters (`load_state_dict` does it)."""
-    state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
-    if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
-        saved = optimizer.state_dict()
-        optimizer.load_state_dict(saved)
-        keep_dtypes(optimizer, saved)
-
-
-def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give a state that was just loaded the dtypes that it was saved with; for weights whose dtypes are as they were.
-
-    Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
-    """
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # an optimizer with a method of its own keeps its dtypes
-    parameters = parameters_in(optimizer)
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            now = optimizer.state[parameter].get(key)
-            if key != "step" and type(now) is type(value) is Tensor and now.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.detach().to(now.device, copy=True)
 
 
 def move(batch: Any, device: torch.device) -> Any:
