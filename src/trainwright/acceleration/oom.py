@@ -398,7 +398,7 @@ def _run(run: Run, window: Window) -> list[float]:
     """Return the weighted losses of a window's micro-batches, which add up to its loss; nothing is recorded."""
     tracker, found = run.tracker, list[float]()
     tracker.window, was_recording, tracker.recording = window, tracker.recording, False
-    window.begin()
+    window.restart()
     window.begun = True
     try:
         for index in range(len(window.batches)):
