@@ -14,8 +14,8 @@ from trainwright.core.records import Result, Saved, Update, Validation
 from trainwright.core.suggestions import refuse_near_names
 
 if TYPE_CHECKING:
-    from trainwright.core.model_statistics import ModelStatistics
-    from trainwright.core.speed import Speed
+    from trainwright.observers.probes import ModelStatistics
+    from trainwright.observers.throughput import Speed
     from trainwright.schedules.bound import BoundSchedule
 
 Tree = Any
@@ -127,5 +127,5 @@ def listeners(observers: Sequence[Observer], event: str) -> list[Any]:
     return [
         getattr(observer, event)
         for observer in observers
-        if getattr(type(observer), event, None) is not getattr(Observer, event)
+        if getattr(type(observer), event) is not getattr(Observer, event)
     ]

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.tree import flatten, loads
+from trainwright.core.checks import name_of
 from trainwright.core.durations import Updates
 from trainwright.core.errors import CheckpointError, TrainwrightError, first_line
 from trainwright.core.plan import Plan
@@ -47,7 +48,7 @@ def check_clip(clip: Clip) -> None:
     not raise their total norm; returns None or the norm before clipping, a tensor without dimensions; leaves a NaN in
     the gradients, where the check for non-finite values finds it; and reads no value from the device.
     """
-    name = _name_of(clip)
+    name = name_of(clip)
     if not callable(clip) or isinstance(clip, type):
         raise ProtocolError(f"{name} is no clip", want="an object that is called with a list of parameters")
     _check_clip_without_values(copy.deepcopy(clip), name)
@@ -165,7 +166,7 @@ def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int 
     a run that is resumed at any update has the rates of one that was never stopped; `restore_groups` sets the rates
     from before the schedule, for the next `fit`. A monitored number gets better and worse during the check.
     """
-    name = _name_of(schedule)
+    name = name_of(schedule)
     if not callable(getattr(schedule, "bind", None)) or isinstance(schedule, type):
         raise ProtocolError(
             f"{name} is no schedule",
@@ -178,7 +179,7 @@ def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int 
     run.bound.restore_groups()
     if run.rate() != lr:
         raise ProtocolError(
-            f"restore_groups of {_name_of(run.bound)} does not restore the rate",
+            f"restore_groups of {name_of(run.bound)} does not restore the rate",
             have=f"{run.rate():g}",
             want=f"{lr:g}, as before the schedule, for the next fit",
             fix='def restore_groups(self): for each group, set group["lr"] to the value that it had in bind',
@@ -202,7 +203,7 @@ class _ScheduledRun:
         bound = schedule.bind(self.optimizer, plan)
         if not isinstance(bound, BoundSchedule):
             raise ProtocolError(
-                f"{_name_of(schedule)}.bind(optimizer, plan) returns {_name_of(bound)}",
+                f"{name_of(schedule)}.bind(optimizer, plan) returns {name_of(bound)}",
                 want="an object of a subclass of trainwright.schedules.BoundSchedule",
                 fix="class MySchedule(BoundSchedule), with apply(self, updates)",
             )
@@ -220,14 +221,14 @@ class _ScheduledRun:
             self.bound.apply(self.updates)  # as after an update that was skipped
             if self.rate() != rates[-1]:
                 raise ProtocolError(
-                    f"apply({self.updates}) of {_name_of(self.bound)} called twice sets two rates",
+                    f"apply({self.updates}) of {name_of(self.bound)} called twice sets two rates",
                     have=f"{rates[-1]:g}, then {self.rate():g}",
                     want="one rate: a skipped update is repeated, and the clock counts applied ones",
                     fix="compute the rate from `updates`, and count nothing in apply",
                 )
             if not (math.isfinite(rates[-1]) and rates[-1] >= 0):
                 raise ProtocolError(
-                    f"apply({self.updates}) of {_name_of(self.bound)} sets the rate {rates[-1]!r}",
+                    f"apply({self.updates}) of {name_of(self.bound)} sets the rate {rates[-1]!r}",
                     want="a finite number, 0 or above",
                 )
             self.updates += 1
@@ -245,17 +246,17 @@ class _ScheduledRun:
 def _check_resumed_rates(schedule: Schedule, plan: Plan, lr: float, *, cut: int, rates: list[float]) -> None:
     killed = _ScheduledRun(schedule, plan, lr)
     killed.rates_until(cut)
-    state = _saved_and_loaded(killed.bound, f"the state of {_name_of(killed.bound)}")
+    state = _saved_and_loaded(killed.bound, f"the state of {name_of(killed.bound)}")
     resumed = _ScheduledRun(schedule, plan, lr)
     resumed.optimizer.load_state_dict(killed.optimizer.state_dict())  # its groups hold the rate of the last update
     resumed.bound.load_state_dict(state)
     resumed.updates = cut
     if (found := resumed.rates_until(len(rates))) != rates[cut:]:
         raise ProtocolError(
-            f"{_name_of(schedule)} gives other rates when the run is resumed at update {cut}",
+            f"{name_of(schedule)} gives other rates when the run is resumed at update {cut}",
             have=_first_difference(found, rates[cut:], begin=cut),
             want="the rates of a run that was never stopped",
-            fix=f"state_dict() and load_state_dict(tree) of {_name_of(killed.bound)}, with all that apply reads; "
+            fix=f"state_dict() and load_state_dict(tree) of {name_of(killed.bound)}, with all that apply reads; "
             "groups read from the optimizer in apply, for a resume replaces them",
         )
 
@@ -276,7 +277,7 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
     independent, and one that was saved in the midst of a pass and loaded goes on alike; `merge`, if there is one, gives
     the number of all rows.
     """
-    name = _name_of(metric)
+    name = name_of(metric)
     _refuse_non_metrics(metric, name)
     rows = len(next(iter(_leaves(target)), ()))
     if rows < 4:
@@ -354,7 +355,7 @@ class _PassNumbers:
             return self.started(*spans).compute()
         except TrainwrightError as error:
             raise ProtocolError(
-                f"{_name_of(self.metric)} gives no number",
+                f"{name_of(self.metric)} gives no number",
                 have=first_line(error),
                 want="one number, a tensor of one element, or a dict of these",
             ) from error
@@ -368,7 +369,7 @@ class _PassNumbers:
             if not math.isclose(*pair, rel_tol=self._rtol, abs_tol=1e-12) and not all(map(math.isnan, pair)):
                 at = key.removeprefix("metric").removeprefix("_")
                 raise ProtocolError(
-                    f"{_name_of(self.metric)} gives another number {when}",
+                    f"{name_of(self.metric)} gives another number {when}",
                     have=f"{pair[0]:g} instead of {pair[1]:g}{f' for {at!r}' if at else ''}",
                     want=want,
                     fix=fix or None,
@@ -396,7 +397,7 @@ def _check_used_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int
 
 
 def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int) -> None:
-    name = _name_of(numbers.metric)
+    name = name_of(numbers.metric)
     begun = numbers.started((0, rows // 2))
     try:
         state = _saved_and_loaded(begun, f"the state of {name}")
@@ -453,7 +454,7 @@ def check_stateful(part: Stateful, change: Callable[[], Any]) -> None:
     Its state can be stored; `state_dict()` changes nothing and shows a change; `load_state_dict` of an earlier state
     restores it, and a change after that leads to the same state as the first time. The object is left changed.
     """
-    name = _name_of(part)
+    name = name_of(part)
     for method in ("state_dict", "load_state_dict"):
         if not callable(getattr(part, method, None)) or isinstance(part, type):
             raise ProtocolError(f"{name} has no method {method}", want="state_dict() and load_state_dict(tree)")
@@ -506,7 +507,7 @@ def check_observer(observer: Observer) -> None:
     It is an `Observer`, and each of its methods takes the record of a run; the run ends with the weights, the losses
     and the random state of a run without it.
     """
-    name = _name_of(observer)
+    name = name_of(observer)
     if not isinstance(observer, Observer):
         raise ProtocolError(
             f"{name} is no observer",
@@ -546,11 +547,6 @@ def _trained(*observers: Observer) -> Tree:
 
 
 # Common
-
-
-def _name_of(value: Any) -> str:
-    """The name of a function or class, or the class of an object."""
-    return value.__qualname__ if isinstance(value, type) or hasattr(value, "__qualname__") else type(value).__name__
 
 
 def _saved_and_loaded(part: Stateful, what: str) -> Tree:

@@ -19,8 +19,8 @@ from trainwright.core.progress import Counters, Progress
 from trainwright.core.records import Count, Result, StepOutput
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import (
-    FOREIGN_ATTRIBUTES,
     point_elsewhere,
+    points_elsewhere,
     refuse_near_names,
     refuse_unused_helpers,
     suggests,
@@ -431,13 +431,13 @@ class Trainer(Generic[M]):
     @property
     def fast_path(self) -> str:
         """Which path the updates take, and why."""
-        from trainwright.acceleration.path import fast_path
+        from trainwright.acceleration.switches import fast_path
 
         return fast_path(self)
 
     def __dir__(self) -> list[str]:
         """The names that there are, without those of other libraries that only raise."""
-        return [name for name in super().__dir__() if name not in FOREIGN_ATTRIBUTES or hasattr(self, name)]
+        return [name for name in super().__dir__() if not points_elsewhere(self, name)]
 
     # For the package `fit`.
 

@@ -16,8 +16,7 @@ import torch
 from torch import nn
 
 from trainwright import Trainer, Window, trainer
-from trainwright.core import process_state, rng
-from trainwright.core.process_state import matmul_precisions
+from trainwright.core import rng
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.row_batches import Batches
 from trainwright.evaluation import passes, predictions, weights
@@ -27,7 +26,8 @@ from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.modules.modes import wake
 from trainwright.optim.averaging import AveragedWeights
-from trainwright.precision import mixed_precision
+from trainwright.precision import autocast, mixed_precision
+from trainwright.precision.mixed_precision import matmul_precisions
 from trainwright.schedules import bound
 
 from .faults import around, without
@@ -251,7 +251,7 @@ def trains_in_what_surrounds_it(patch):
 
 
 def computes_in_the_autocast_around(patch):
-    patch.setattr(process_state, "_autocast_off", nothing)
+    patch.setattr(autocast, "_autocast_off", nothing)
 
 
 def all_trainers_share_what_they_know(patch):

@@ -30,7 +30,7 @@ from trainwright import (
     accuracy,
     freeze,
 )
-from trainwright.core.process_state import matmul_precisions
+from trainwright.precision.mixed_precision import matmul_precisions
 
 from .guest_cases import (
     adamw,

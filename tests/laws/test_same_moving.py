@@ -39,7 +39,8 @@ class Moved(Trainer):
     def __init__(self, *args, **settings):
         super().__init__(*args, **settings)
         self.lane = Prompt()
-        self._hooks = replace(self._hooks, move=Moving(torch.device("cpu"), self.lane))
+        moving = Moving(torch.device("cpu"), self.lane)
+        self._hooks = replace(self._hooks, move=moving, free=moving.free)
 
 
 class Keeping(Moved):

@@ -26,7 +26,7 @@ from trainwright import (
     accuracy,
     batches,
 )
-from trainwright.core import triggers
+from trainwright.core import durations
 from trainwright.fit import clock as clock_of_fit
 from trainwright.observers import read_journal
 
@@ -93,7 +93,7 @@ def test_a_probe_of_a_class_of_ones_own_is_called_too():
 def a_second_a_step(monkeypatch):
     """A class of Trainer whose steps take a second each, by the clock that spans in seconds read."""
     clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
-    for module in (triggers, clock_of_fit):
+    for module in (durations, clock_of_fit):
         monkeypatch.setattr(module, "time", clock)
 
     class Timed(Trainer):

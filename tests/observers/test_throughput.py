@@ -13,8 +13,8 @@ import torch
 from torch import nn
 
 from trainwright import Checkpoint, Console, Epochs, Journal, Observer, Seconds, SettingError, Trainer, Updates, batches
-from trainwright.core.speed import Speed, together
 from trainwright.observers import Throughput, read_journal
+from trainwright.observers.throughput import Speed, merged
 
 x = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(48) % 3
@@ -142,7 +142,7 @@ def test_what_bounds_a_run_is_told_where_it_can_be() -> None:
 
 
 def test_stretches_add_up() -> None:
-    whole = together([a_speed(looks=2, busy=2, waited=0.5), a_speed(update=20, seconds=6.0, looks=1, peak=1.0)])
+    whole = merged([a_speed(looks=2, busy=2, waited=0.5), a_speed(update=20, seconds=6.0, looks=1, peak=1.0)])
     assert (whole.seconds, whole.rows, whole.updates, whole.waited) == (8.0, 128, 16, 0.5)
     assert (whole.rows_per_second, whole.updates_per_second, whole.waiting) == (16.0, 2.0, 0.0625)
     assert (whole.update, whole.looks, whole.busy, whole.peak) == (20, 3, 2, 1.0)

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from laws.oom_cases import FULL, Noisy, Scarce, numbers, scarce
 from trainwright import EMA, Console, MeanLoss, SettingError, Trainer, freeze
-from trainwright.core.memory import is_out_of_memory
+from trainwright.core.device import is_out_of_memory
 from trainwright.distributed.world import World
 from trainwright.fit.arguments import checked_on_oom
 

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from trainwright import SettingError
-from trainwright.core.device import choose_device, move, place, place_state
+from trainwright.core.device import choose_device, move, place
+from trainwright.optim.named import place_state
 
 META = torch.device("meta")
 Pair = namedtuple("Pair", "x y")

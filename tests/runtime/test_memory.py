@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from trainwright.core.memory import left_on
+from trainwright.core.device import available_memory
 
 DEVICE = torch.device("cuda", 0)
 
@@ -26,4 +26,4 @@ def test_what_is_left_is_what_is_free_and_what_torch_keeps_within_the_share_of_t
     }
     for name, value in told.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
-    assert left_on(DEVICE) == left
+    assert available_memory(DEVICE) == left

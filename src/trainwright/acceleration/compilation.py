@@ -1,4 +1,7 @@
-"""Compile regions of a model in place, for as long as a context lasts; what was compiled, how often and why."""
+"""Compile regions of a model in place inside a context, and record the graphs, recompilations and graph breaks.
+
+Not run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +18,7 @@ import torch.overrides
 from torch import Tensor, nn
 
 from trainwright.checkpointing.files import replace_file
+from trainwright.core.checks import name_of
 from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import (
     compiled_target,
@@ -30,19 +34,19 @@ from trainwright.core.torch_private import (
 from trainwright.modules.matching import outermost, repeated_blocks
 
 LIMIT = 64
-"""How often torch may compile one function anew, where it would stop at 8: eight blocks need eight, and modes more."""
+"""How often torch may recompile one function. Its default of 8 is used up by eight blocks, and modes need more."""
 STATIC = 3
-"""Shapes that get a graph of their own, in each mode; more of them share one whose sizes are free."""
+"""Shapes with a static graph each, in each mode; further shapes share one dynamic graph."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 class Looking(Protocol):
-    """A torch function mode that only looks on; what is compiled must not be compiled with it."""
+    """A torch function mode that only observes; regions must not be compiled under it."""
 
     @property
     def seen(self) -> int:
-        """How often what it looks for has passed by."""
+        """The number of observed calls."""
         ...
 
 
@@ -51,26 +55,26 @@ class Compiled:
     """What was compiled in one run."""
 
     what: str
-    """The regions and the backend, in words."""
+    """The regions and the backend, as text."""
     graphs: int = 0
     again: Counter[str] = field(default_factory=Counter)
-    """Why functions were compiled once more, by reason."""
+    """Recompilations, by reason."""
     seconds: float = 0.0
     breaks: Counter[str] = field(default_factory=Counter)
-    """Where a region fell into several graphs, by reason."""
+    """Graph breaks, by reason."""
     short: int = 0
-    """Calls with fewer rows than were compiled for, which ran as they are."""
+    """Calls with fewer rows than were compiled for, which ran uncompiled."""
 
     def __str__(self) -> str:
-        """One line: the counts, and the commonest reasons."""
-        told = [f"{self.what}: {_many(self.graphs, 'graph')} in {self.seconds:.1f}s"]
+        """Return one line: the counts, and the most frequent reasons."""
+        parts = [f"{self.what}: {_many(self.graphs, 'graph')} in {self.seconds:.1f}s"]
         for counted, name in ((self.again, "compiled again"), (self.breaks, "graph breaks")):
             if counted:
                 reasons = "; ".join(f"{reason} ({n})" for reason, n in counted.most_common(2))
-                told.append(f"{counted.total()} {name}: {reasons}")
+                parts.append(f"{counted.total()} {name}: {reasons}")
         if self.short:
-            told.append(f"{_many(self.short, 'call')} with fewer rows not compiled")
-        return ", ".join(told)
+            parts.append(f"{_many(self.short, 'call')} with fewer rows not compiled")
+        return ", ".join(parts)
 
 
 @contextmanager
@@ -82,12 +86,12 @@ def compiled(
     is_short: Callable[[], bool] = lambda: False,
     looks_on: type[Looking] | None = None,
 ) -> Iterator[Compiled]:
-    """Compile inside; afterwards every module is called as before, whatever happens.
+    """Compile inside; afterwards every module is called as before, also on an error.
 
     `regions`: "regional" (the blocks that the model repeats, or all of it), "full", or classes. `options` go to
-    `torch.compile`. A call with fewer rows than those before it runs as it is, uncompiled: the last batch of an epoch.
-    `is_short` says whether the very first call, which nothing can be compared with, is such a one. Under a mode of
-    the class `looks_on`, regions in which it sees something run as they are; the others are compiled without it.
+    `torch.compile`. A call with fewer rows than earlier ones, as for the last batch of an epoch, runs uncompiled;
+    `is_short` returns whether the first call is such a one. Under a function mode of class `looks_on`, regions in
+    which the mode observes a call run uncompiled; the others are compiled without it.
     SettingError where a module is compiled already, or no module is of the classes.
     """
     _refuse_compiled(model)
@@ -119,7 +123,7 @@ def find_regions(model: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> l
 
 
 class _Call:
-    """Stands where torch has the compiled call of a module, and decides for each call whether it is taken."""
+    """Takes the place of a module's compiled call, and chooses for each call: a graph, or the plain forward."""
 
     def __init__(
         self,
@@ -134,16 +138,16 @@ class _Call:
         self._plain = plain_call(module)
         self._is_short, self._looks_on = is_short, looks_on
         self._chooses = "dynamic" not in options
-        """Whether sizes are held fixed here, shape by shape; else as the user's `dynamic` says."""
+        """Whether the first shapes get static graphs; otherwise the user's `dynamic` decides."""
         self._compiled = self._compile(**({"dynamic": False} if self._chooses else {}))
         self._free: Callable[..., Any] | None = None
-        """The call whose sizes are free."""
+        """The call with a dynamic graph."""
         self._modes: dict[tuple[bool, bool], _Mode] = {}
         self._shows: bool | None = None
-        """Whether a mode that looks on sees something inside; None before it was tried."""
+        """Whether a mode of class `looks_on` observes a call inside; None before the first try."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # code of the user's own that is compiled around this module
+        if torch.compiler.is_compiling():  # the user has compiled code around this module
             return self._plain(*args, **kwargs)
         key, shapes = (self._module.training, torch.is_grad_enabled()), _shapes(args, kwargs)
         mode = self._modes.get(key)
@@ -157,7 +161,7 @@ class _Call:
                 self._log.record.short += 1
                 return self._plain(*args, **kwargs)
             call = mode.known[shapes] = self._choose(mode)
-            with warnings.catch_warnings():  # torch looks at all attributes of what a region is given
+            with warnings.catch_warnings():  # torch reads all attributes of the arguments of a region
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 return self._run(call, args, kwargs)
         return self._run(call, args, kwargs)
@@ -171,7 +175,7 @@ class _Call:
         return rare and any(_has_fewer_rows(shapes, known) for known in mode.known)
 
     def _choose(self, mode: _Mode) -> Callable[..., Any]:
-        """The call for a shape that has not been seen before."""
+        """Return the call for a new shape."""
         if not self._chooses or len(mode.known) < STATIC:
             return self._compiled
         if self._free is None:
@@ -187,7 +191,7 @@ class _Call:
         looks_on, log = self._looks_on, self._log
         mode = None if looks_on is None else function_mode()
         if looks_on is not None and isinstance(mode, looks_on):
-            if self._shows is not False:  # uncompiled the first time, and always where it sees something inside
+            if self._shows is not False:  # uncompiled the first time, and always where it observes a call
                 before, output = mode.seen, self._plain(*args, **kwargs)
                 self._shows = self._shows or mode.seen > before
                 return output
@@ -205,14 +209,14 @@ class _Call:
         finally:
             if log.graphs != before:
                 log.note(log.graphs - before)
-        # The user's own error, met while the graph was traced: raised as it is told without a compiler.
+        # The user's own error, raised while the graph was traced: raise it as it is without a compiler.
         self._plain(*args, **kwargs)
         raise failed
 
 
 @dataclass(slots=True)
 class _Mode:
-    """What one region has been called with, in one of its modes: training or not, with gradients or not."""
+    """The calls of one region in one mode: training or not, with gradients or not."""
 
     known: dict[Shapes, Callable[..., Any]] = field(default_factory=dict)
     calls: int = 0
@@ -220,7 +224,7 @@ class _Mode:
 
 
 class _Log:
-    """Notes what torch compiles while regions are called."""
+    """Records what torch compiles while regions are called."""
 
     def __init__(self, record: Compiled) -> None:
         self.record, self._torch = record, dynamo_utils()
@@ -230,12 +234,12 @@ class _Log:
 
     @property
     def graphs(self) -> int:
-        """The graphs that torch has compiled in this process so far."""
+        """The number of graphs that torch has compiled in this process."""
         made: int = self._torch.counters["stats"]["unique_graphs"]
         return made
 
     def note(self, made: int) -> None:
-        """Note `made` new graphs, with what torch says of them."""
+        """Record `made` new graphs, with torch's metrics of them."""
         record, breaks = self.record, Counter(self._torch.counters["graph_break"])
         record.graphs += made
         for reason, n in (breaks - self._breaks).items():
@@ -254,7 +258,7 @@ class _Log:
 
 
 def _shapes(args: Any, kwargs: Any) -> Shapes:
-    """The shapes of all tensors among the arguments, in their order."""
+    """Return the shapes of all tensors among the arguments, in order."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
         return (args[0].shape,)
     return tuple(_all_shapes((args, kwargs)))
@@ -272,7 +276,7 @@ def _all_shapes(value: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _has_fewer_rows(shapes: Shapes, known: Shapes) -> bool:
-    """Whether only the number of rows is another, and a smaller one."""
+    """Return whether the shapes differ from known ones only by a smaller number of rows."""
     if len(shapes) != len(known) or not shapes or not shapes[0] or not known[0]:
         return False
     rows, before = shapes[0][0], known[0][0]
@@ -302,11 +306,11 @@ def _described(model: nn.Module, chosen: list[nn.Module]) -> str:
 
 def _backend(options: dict[str, Any]) -> str:
     backend = options.get("backend", "inductor")
-    return backend if isinstance(backend, str) else getattr(backend, "__name__", type(backend).__name__)
+    return backend if isinstance(backend, str) else name_of(backend)
 
 
 def _first_line(reason: str) -> str:
-    """A reason without the number of the graph, the line of code and the stack."""
+    """Return a reason without the number of the graph, the line of code and the stack."""
     line = reason.split("\n", 1)[0].split("  #", 1)[0].strip()
     return line.split(": ", 1)[1] if line.split(": ", 1)[0].replace("/", "").isdigit() else line
 
@@ -316,12 +320,12 @@ def _many(n: int, name: str) -> str:
 
 
 NAME = "compiled.bin"
-"""The one file in the directory. Torch loads it by pickle: whoever may write there runs code in this process."""
+"""The file in the directory. Torch unpickles it, so that anyone who can write it can run code in this process."""
 
 
 @contextmanager
 def kept_in(directory: Path | None, *, saves: bool = True) -> Iterator[None]:
-    """Load what the directory holds; where nothing goes wrong inside, keep there what was compiled meanwhile."""
+    """Load compiled code from a directory; without an error inside, save there what was compiled meanwhile."""
     if directory is None:
         yield
         return

@@ -1,4 +1,7 @@
-"""Data in memory, copied to the accelerator for the length of a run where they fit there."""
+"""Copies data in memory to the accelerator for the length of a run, where they fit.
+
+Not run on a GPU yet: tests copy to the meta device.
+"""
 
 from __future__ import annotations
 
@@ -8,14 +11,14 @@ from typing import Any
 
 import torch
 
+from trainwright.core.device import available_memory
 from trainwright.core.errors import SettingError
-from trainwright.core.memory import left_on
 from trainwright.data.source import Source
 from trainwright.observers.table import byte_size
 from trainwright.update.trainer_like import TrainerLike
 
 SHARE = 0.25
-"""The share of the device's free memory that data may take with "auto": the run's own share is not known yet."""
+"""The share of the device's free memory that data may take with "auto": the need of the run is not known yet."""
 
 
 def place_data(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
@@ -41,7 +44,7 @@ def _moves_by_default(trainer: TrainerLike) -> bool:
 
 
 def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
-    """Copy the data that fit; yield a line on those that were copied, and on those that were not."""
+    """Copy the data that fit; yield a line on those that do not, and one on those that do."""
     device, free, asked = trainer.device, free_memory(trainer.device), trainer.fast.device_data is True
     left = None if free is None else int((1.0 if asked else SHARE) * free)
     placed, taken = [], 0
@@ -64,11 +67,11 @@ def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitS
 
 def free_memory(device: torch.device) -> int | None:
     """Return the free bytes of a device, torch's cached blocks included; None where that is unknown."""
-    return left_on(device) if device.type == "cuda" else None
+    return available_memory(device) if device.type == "cuda" else None
 
 
 def _sizes(trainer: TrainerLike, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Return the sources that can be copied, each with its bytes; one that has two names, once."""
+    """Return the sources that can be copied, each with its bytes; a source with two names once."""
     found: dict[str, tuple[Any, int]] = {}
     for name, source in sources.items():
         size = source.size_beside(trainer.device)

@@ -16,25 +16,25 @@ from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean, suggests
 
 TORCHS = ("backend", "dynamic", "fullgraph", "mode", "options")
-"""What a dict for `compile` may hold of `torch.compile`'s own."""
+"""Keys of `torch.compile` that a dict for `compile` may hold."""
 OURS = ("cache", "regions")
 _GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
-"""A backend and modes of torch's that replay CUDA graphs of each region, whose outputs the next replay overwrites."""
+"""A backend and modes of torch that replay CUDA graphs of each region: the next replay overwrites their outputs."""
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
 class Fast:
-    """What may make a run faster: each changes the time that it takes, and no result beyond the law Same.
+    """What may make a run faster: each setting changes the time of a run, and no result beyond the law Same.
 
-    `compile`: None compiles nothing; "regional" the blocks that a model repeats, or all of it where none is; "full" the
-    whole model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), with two keys
-    beside: `"regions"`: "regional", "full" or module classes, and `"cache"`: a directory for what was compiled.
-    `channels_last`: "auto" lays the weights of convolutional models so on CUDA under bf16 or fp16; True wherever they
-    run. `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of what is free
-    there; True copies them to whatever device the run is on, or refuses; False keeps them on the host.
-    `defaults=False` switches off what else a run does by itself: fused optimizers where the trainer makes them,
-    "auto" of `channels_last`, and cuDNN's choice by timing.
+    `compile`: None compiles nothing; "regional" the blocks that a model repeats, or the model without any; "full" the
+    model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), but for two keys:
+    `"regions"` ("regional", "full" or module classes) and `"cache"` (a directory for compiled code).
+    `channels_last`: "auto" uses this layout for convolutional models on CUDA under bf16 or fp16; True on any device.
+    `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of its free memory;
+    True copies them to the device of the run, or refuses; False leaves them on the host.
+    `defaults=False` switches off what a run does by default: fused optimizers where the trainer makes them, "auto" of
+    `channels_last`, and cuDNN's choice by timing. What is for CUDA has not run on a GPU yet.
     """
 
     _: KW_ONLY

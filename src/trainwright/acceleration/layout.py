@@ -1,4 +1,7 @@
-"""Contexts of a run: convolution weights channels-last, and cuDNN's choice of algorithms by timing."""
+"""Contexts of a run: convolution weights channels-last, and cuDNN's choice of algorithms by timing.
+
+The layouts are tested on the CPU; neither has run on a GPU yet.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ def channels_last(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator
 
     Gradients and the optimizers' state get the layout of their weights: fused kernels take them in one layout alone.
     """
-    # A weight that shares its memory with another would be separated from it.
+    # A weight that shares its memory with another one would get memory of its own.
     laid = [p for p in model.parameters() if p.dim() == 4 and type(p) is nn.Parameter and _is_alone(p)]
     laid = [p for p in laid if not p.is_contiguous(memory_format=torch.channels_last)]
     optimizers = list(optimizers)

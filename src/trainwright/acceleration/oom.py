@@ -1,7 +1,8 @@
 """Runs a window again in smaller micro-batches where memory runs out: the same rows, and so the same update.
 
-Before the second try all that the failed one may have changed is restored: random states, buffers, `trainer.state`,
-gradients, numbers. Once an optimizer has begun its step nothing is tried again: weights may have changed in part.
+Before the second try everything that the failed one may have changed is restored: random states, buffers,
+`trainer.state`, gradients, numbers. After the start of an optimizer's step nothing is tried again: weights may
+have changed. Not run on a GPU yet: tests raise the errors of CUDA on a CPU.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from trainwright.core.device import is_out_of_memory, release_memory
 from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed
-from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class SplitSummary(NamedTuple):
-    """What was split in a run that is over."""
+    """What a finished run has split."""
 
     split: str
 
@@ -67,10 +68,10 @@ class WindowSplitter:
         """Why it cannot be checked."""
         self._news: list[str] = []
         self.limit: float | None = None
-        """Elements that a micro-batch may have; None where no memory has run out."""
+        """The most elements of a micro-batch; None where memory has not run out."""
         self.split = ""
-        """What was split, in a line; empty for nothing."""
-        if run.trainer._hooks.begin_epoch is None:  # else layers may yet be frozen
+        """What was split, in a line; empty where nothing was."""
+        if run.trainer._hooks.begin_epoch is None:  # `begin_epoch` may freeze layers
             check_layers(run.trainer)
 
     def __str__(self) -> str:
@@ -82,11 +83,11 @@ class WindowSplitter:
         return news
 
     def summary(self) -> SplitSummary:
-        """Return what is left when the run is over, without the copies."""
+        """Return the summary for after the run, without the copies of tensors."""
         return SplitSummary(self.split)
 
     def update(self, window: Window) -> Any:
-        """Make the update of a window, in as many micro-batches as memory asks for."""
+        """Make the update of a window, in as many micro-batches as fit in memory."""
         if self._run.counters.epoch != self._epoch:
             self._epoch = self._run.counters.epoch
             check_layers(self._trainer)
@@ -112,7 +113,7 @@ class WindowSplitter:
                     fix = "self.compute_gradients(window), or without on_oom"
                     raise StepError(_READS, fix=fix) from None
                 raise _noted(failed, _READS) from None
-            traceback.clear_frames(failed.__traceback__)  # they hold what was computed
+            traceback.clear_frames(failed.__traceback__)  # they refer to activations
             tried = self._finer(window, tried, failed)
         if failed is not None:
             self._report(window, tried)
@@ -125,7 +126,7 @@ class WindowSplitter:
         window.release()
         tried.release()
         self._rewind(window)
-        free_memory(self._trainer.device, lambda: free_transfer_memory(hooks))
+        release_memory(self._trainer.device, lambda: free_transfer_memory(hooks))
         if self._weights.changed:
             raise _noted(failed, "weights were changed before memory ran out")
         self.limit = _size(tried.batches[index]) / 2
@@ -136,17 +137,17 @@ class WindowSplitter:
         return finer
 
     def _rewind(self, window: Window) -> None:
-        """Return to the start of the window; what it had computed is dropped."""
+        """Restore the state at the start of the window, and drop what it has computed."""
         self._run.strategy.discard()
         self._run.tracker.begin(window)
         self._snapshot.restore()  # after `begin`, which clears the numbers of the update
 
     def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
-        """Raise where the loss of a few rows of a micro-batch is not the loss of their parts."""
+        """Raise where the loss of a few rows of a micro-batch differs from that of their parts."""
         few = min(tried.rows[index], FEW, max(2, most))
         cuts = [range(few)], [range(few * 3 // 8 or 1), range(few * 3 // 8 or 1, few)]
-        whole, parts = ([_part(tried, index, one) for one in each] for each in cuts)
-        found = compare_parts(self._run, self._made(tried, whole), self._made(tried, parts))
+        complete, parts = ([_part(tried, index, one) for one in each] for each in cuts)
+        found = compare_parts(self._run, self._made(tried, complete), self._made(tried, parts))
         if found.refused:
             raise _noted(failed, found.refused)
         self._is_checked, self._unknown = not found.again, found.unknown
@@ -164,7 +165,7 @@ class WindowSplitter:
     def _pieces(self, batch: Any, rows: int) -> int:
         """Return the number of parts of a micro-batch."""
         n = 1 if self.limit is None else min(rows, math.ceil(_size(batch) / self.limit))
-        return 1 if n < 2 or _why_whole(batch, rows) else n
+        return 1 if n < 2 or _why_uncut(batch, rows) else n
 
     def _made(self, window: Window, parts: Sequence[tuple[Any, int]]) -> Window:
         hooks = self._trainer._hooks
@@ -174,13 +175,13 @@ class WindowSplitter:
         return _Parts.of(window, parts, counts, guarded=hooks.overrides_update)
 
     def _largest(self, tried: Window) -> int | None:
-        """The micro-batch with most elements of those that can be cut."""
+        """Return the index of the micro-batch with the most elements of those that can be cut."""
         each = zip(tried.batches, tried.rows, strict=True)
-        sizes = {i: _size(batch) for i, (batch, n) in enumerate(each) if n > 1 and not _why_whole(batch, n)}
+        sizes = {i: _size(batch) for i, (batch, n) in enumerate(each) if n > 1 and not _why_uncut(batch, n)}
         return max(sizes, key=lambda i: sizes[i]) if sizes else None
 
     def _why_not(self, tried: Window) -> str:
-        """Why a window that has run out of memory cannot be run again in smaller micro-batches; "" where it can."""
+        """Return why a window cannot be run again in smaller micro-batches; "" where it can."""
         status = self._run.strategy.status
         if status.applied is True or status.stepping or status.stepped:
             return "a step had begun, and weights may be half-way"
@@ -189,12 +190,12 @@ class WindowSplitter:
             return f"{', '.join(layers)} takes a mean over its micro-batch"
         if self._largest(tried) is None:
             each = zip(tried.batches, tried.rows, strict=True)
-            whole = next((why for batch, n in each if n > 1 and (why := _why_whole(batch, n))), "")
-            return whole or "each micro-batch is one row already"
+            reason = next((why for batch, n in each if n > 1 and (why := _why_uncut(batch, n))), "")
+            return reason or "each micro-batch is one row already"
         return ""
 
     def _report(self, window: Window, finer: Window) -> None:
-        """Note what is split from now on, and whether noise such as dropout is then drawn otherwise."""
+        """Record what is split from now on, and whether noise such as dropout is then drawn otherwise."""
         counters, k = self._run.counters, len(finer.batches)
         each = zip(window.batches, window.rows, strict=True)
         before, after = max((rows, math.ceil(rows / n)) for batch, rows in each if (n := self._pieces(batch, rows)) > 1)
@@ -210,13 +211,13 @@ class WindowSplitter:
 
 
 class _WeightMarks:
-    """Tells whether any weight was written to: a window that changed weights cannot be run again."""
+    """Detects writes to weights: a window that has changed weights cannot be run again."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         hooks = run.trainer._hooks
         self._measures = hooks.overrides_update or hooks.overrides_compute_gradients
-        """Whether code of the user's own may write through `.data`, which no version counter shows."""
+        """Whether code of the user may write through `.data`, which does not change version counters."""
         self._weights: list[Tensor] = []
 
     def refresh(self) -> None:
@@ -225,7 +226,7 @@ class _WeightMarks:
         self._weights = list({id(p): p for p in weights + self._run.gradients.parameters}.values())
 
     def capture(self) -> None:
-        """Note version and memory of each weight, and its norm where versions do not suffice."""
+        """Record version and address of each weight, and its norm where versions do not suffice."""
         self._marks = [(version_of(p), p.data_ptr()) for p in self._weights]
         self._norms = self._measured() if self._measures else []
 
@@ -238,13 +239,13 @@ class _WeightMarks:
         return any(not torch.equal(a, b) for a, b in zip(self._norms, measured, strict=True))
 
     def _measured(self) -> list[Tensor]:
-        """Return a number of each weight that nearly any write changes."""
+        """Return a number for each weight that almost every write changes."""
         with torch.no_grad():
             return [p.detach().norm() if p.is_floating_point() else p.sum() for p in self._weights]
 
 
 def check_layers(trainer: TrainerLike) -> None:
-    """Refuse layers that would compute otherwise in smaller micro-batches: SettingError."""
+    """Refuse layers whose outputs depend on the size of the micro-batch: SettingError."""
     layers = layers_mixing_rows(trainer.model, trainer.loss)
     if not layers:
         return
@@ -262,11 +263,11 @@ FEW = 8
 
 
 class _ReadByUpdate(Exception):
-    """An `update` of the user's own reads a window that is split."""
+    """The user's own `update` reads a window that is split."""
 
 
 class _Parts(Window):
-    """A window of the same rows in other micro-batches, which only `compute_gradients` may read."""
+    """A window with the same rows in smaller micro-batches, which only `compute_gradients` may read."""
 
     _guarded = False
 
@@ -304,7 +305,7 @@ def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
 
 
 def _size(batch: Any) -> int:
-    """Return the size that memory is taken to grow with: the elements of all tensors and arrays of a batch."""
+    """Return the size of a batch, as a measure of its memory: the elements of all its tensors and arrays."""
     return sum(tensor.numel() for tensor in tensors_in(batch)) or _elements(batch)
 
 
@@ -316,8 +317,8 @@ def _elements(batch: Any) -> int:
     return 0
 
 
-def _why_whole(batch: Any, rows: int) -> str:
-    """Why a micro-batch cannot be cut into rows; "" where it can."""
+def _why_uncut(batch: Any, rows: int) -> str:
+    """Return why a micro-batch cannot be cut into rows; "" where it can."""
     packed = isinstance(batch, nn.utils.rnn.PackedSequence)
     odd = any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_in(batch))
     if packed or odd:
@@ -336,45 +337,45 @@ def _noted(error: BaseException, why: str) -> BaseException:
 
 
 CLOSE = {torch.float64: 1e-7, torch.float32: 3e-3}
-"""How far sums in another order may be apart, of the largest number in them, by the type of the weights."""
+"""The tolerance between sums in different orders, relative to their largest term, by the dtype of the weights."""
 COARSE = 3e-2
-"""The same in half precision."""
+"""The tolerance in half precision."""
 
 
 class PartsLoss(NamedTuple):
     """The result of a comparison; all empty where the parts give the loss of the complete batch."""
 
     refused: str = ""
-    """Why they do not."""
+    """Why they give another one."""
     unknown: str = ""
     """Why it cannot be checked."""
     again: bool = False
-    """Whether it may be checked with fewer rows."""
+    """Whether to check again with fewer rows."""
 
 
-def compare_parts(run: Run, whole: Window, parts: Window) -> PartsLoss:
-    """Run the steps of some rows at once, and of the same rows in parts; the gradients are dropped.
+def compare_parts(run: Run, complete: Window, parts: Window) -> PartsLoss:
+    """Compare the loss of some rows at once with that of the same rows in parts.
 
     The caller restores what the steps have changed.
     """
     if run.trainer._hooks.overrides_compute_gradients:
         return PartsLoss(unknown="`compute_gradients` is your own")
     try:
-        return _compared(run, whole, parts)
-    except Exception as error:  # a step may fail on a part in any way; memory may be too small even for that
+        return _compared(run, complete, parts)
+    except Exception as error:  # a step may fail on a part in any way, and for lack of memory too
         if is_out_of_memory(error):
             return PartsLoss(unknown="there is no memory for two rows at once", again=True)
         return PartsLoss(refused=f"a part of its rows cannot be run: {first_line(error)}")
 
 
-def _compared(run: Run, whole: Window, parts: Window) -> PartsLoss:
+def _compared(run: Run, complete: Window, parts: Window) -> PartsLoss:
     before = random_state()
-    losses, draws = _losses(run, whole, parts), have_moved(before)
-    if draws:  # noise differs between a whole and its parts: without it, if that is possible
+    losses, draws = _losses(run, complete, parts), have_moved(before)
+    if draws:  # noise differs between all rows and parts: compare without it where possible
         roots = [root for root in (run.trainer.model, run.trainer.loss) if isinstance(root, nn.Module)]
         set_random_state(before)
         with evaluating(*roots):
-            losses, draws = _losses(run, whole, parts), have_moved(before)
+            losses, draws = _losses(run, complete, parts), have_moved(before)
     if draws:
         return PartsLoss(unknown="steps draw random numbers in eval mode too")
     one, several, largest = losses
@@ -387,16 +388,16 @@ def _compared(run: Run, whole: Window, parts: Window) -> PartsLoss:
     return PartsLoss(f"{why}: of {sum(parts.rows)} rows at once it is {one:.6g}, in parts of {n} it is {several:.6g}")
 
 
-def _losses(run: Run, whole: Window, parts: Window) -> tuple[float, float, float]:
-    """The loss of the whole, that of all parts together, and the largest number in its sum."""
-    (one,), several = _run(run, whole), _run(run, parts)
+def _losses(run: Run, complete: Window, parts: Window) -> tuple[float, float, float]:
+    """Return the loss of the complete window, that of all parts together, and the largest term of the latter."""
+    (one,), several = _run(run, complete), _run(run, parts)
     return one, math.fsum(several), max(map(abs, several))
 
 
 def _run(run: Run, window: Window) -> list[float]:
-    """The weighed losses of a window's micro-batches, which add up to its loss; no number is noted."""
+    """Return the weighted losses of a window's micro-batches, which add up to its loss; nothing is recorded."""
     tracker, found = run.tracker, list[float]()
-    tracker.window, noting, tracker.recording = window, tracker.recording, False
+    tracker.window, was_recording, tracker.recording = window, tracker.recording, False
     window.restart()
     window.begun = True
     try:
@@ -407,7 +408,7 @@ def _run(run: Run, window: Window) -> list[float]:
             assert step_loss is not None
             found.append(float(weighted_value(step_loss.loss, step_loss.weight)))
     finally:
-        tracker.recording = noting
+        tracker.recording = was_recording
     return [loss * float(window.missing_factor) for loss in found]
 
 

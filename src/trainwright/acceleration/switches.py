@@ -1,16 +1,20 @@
-"""Switch on compilation, memory layouts and data on the device for a run: none changes a result, all are undone."""
+"""Switch on compilation, memory layouts and data on the device for a run, and say which path its updates take.
+
+None of the switches changes a result, and all are undone when the run ends.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Any
 
 from trainwright.acceleration import layout
 from trainwright.acceleration.device_dataset import place_data
 from trainwright.core.torch_private import nll_total_weight
 from trainwright.data.source import Source
+from trainwright.update import finite_check
+from trainwright.update.device_state import AHEAD
 from trainwright.update.losses import CountObserver, counted_outside_graphs
 from trainwright.update.trainer_like import TrainerLike
 
@@ -46,10 +50,44 @@ def _speed_up_convolutions(trainer: TrainerLike, undo: ExitStack) -> list[str]:
 
 
 def acceleration_notes(trainer: TrainerLike) -> tuple[str, ...]:
-    """Return a line on what was compiled so far, and one on how windows are split."""
+    """Return a line on the regions compiled so far, and one on split windows."""
     compiled, splits = trainer._record.path.compiled, trainer._record.path.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
     return lines if splits is None or not splits.split else (*lines, splits.split)
+
+
+def fast_path(trainer: TrainerLike) -> str:
+    """Return the path of the updates and its cost on this device: L1 reads them later, L0 reads each at once."""
+    why = trainer._record.path.why_immediate
+    if why is None:  # before the first run no schedule is bound
+        scaler = None if trainer.precision is None else trainer.precision.loss_scale(trainer.device.type)
+        checks = trainer.on_nonfinite != "ignore" or scaler is not None
+        why = finite_check.why_immediate(trainer, checks=checks, scaler=scaler, schedules=None)
+    reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
+    if not why:
+        reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
+    elif trainer.device.type not in finite_check.ASYNC_DEVICES:
+        reads = "its numbers are read at once, which waits for nothing"
+    compiled = trainer._record.path.compiled
+    how = "eager" if compiled is None else f"compiled ({compiled})"
+    beside = "" if trainer._record.path.splits is None else f"; {trainer._record.path.splits}"
+    return f"{'L0' if why else 'L1'}, {how} on {trainer.device.type}: {reads}{beside}{_gradients_averaged(trainer)}"
+
+
+def _gradients_averaged(trainer: TrainerLike) -> str:
+    """Return how gradients of several processes are averaged, and what is sent beside them; "" for one process."""
+    from trainwright.distributed.ddp import DDP  # few runs need it
+
+    size, hooks, settings = trainer.world.size, trainer._hooks, trainer.parallel
+    if size == 1:
+        return ""
+    beside = " and one small sum more"
+    if settings.shards:
+        return f"; gradients of {size} processes are reduced to shards during backward{beside}"
+    if hooks.overrides_update or hooks.overrides_compute_gradients:
+        return f"; gradients of {size} processes are averaged after backward: an `update` of your own reads them"
+    compresses = isinstance(settings, DDP) and settings.compress is not None
+    return f"; gradients of {size} processes are averaged during backward{beside if compresses else ''}"
 
 
 def _wants_channels_last(trainer: TrainerLike) -> bool:
@@ -66,8 +104,8 @@ def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
     from trainwright.acceleration.compilation import check_apart, compiled, kept_in
 
     fast, tracker = trainer.fast, trainer._tracker
-    directory: Any = getattr(trainer.checkpoint, "directory", None)
-    check_apart(fast.cache, None if directory is None else Path(directory))
+    saves_to = None if trainer.checkpoint is None else Path(trainer.checkpoint.directory)
+    check_apart(fast.cache, saves_to)
     is_short = _short(trainer, source)
     try:
         with (

@@ -1,4 +1,7 @@
-"""The way of host batches to an accelerator: by pinned memory, on a stream of their own, into memory used again."""
+"""Copy host batches to an accelerator while the step before computes: by pinned memory, on a stream of their own.
+
+Not run on a GPU yet: tests put stand-ins for streams, events and memory in its place.
+"""
 
 from __future__ import annotations
 
@@ -15,70 +18,70 @@ from trainwright.core.device import change, move
 from trainwright.core.torch_private import storage_uses
 
 SLOTS = 3
-"""Batches on their way or in use at a time: one computes, one is there, one is copied."""
+"""Batches in flight at a time: one is computed on, one is ready, one is copied."""
 SPECS = 4
-"""Kinds of batches, by the shapes and dtypes of their tensors, that slots are kept for."""
+"""The number of kinds of batches, by shapes, strides and dtypes of their tensors, that slots are kept for."""
 
 Spec = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 class Event(Protocol):
-    """A place in the work of a stream."""
+    """A point in the work of a stream."""
 
     def record(self, stream: Any) -> None:
-        """Stand behind all that `stream` has been given so far."""
+        """Mark the end of all work that `stream` has been given so far."""
 
     def synchronize(self) -> None:
-        """Have the host wait until that is done."""
+        """Block the host until that work is done."""
 
 
 class Lane(Protocol):
-    """What the slots need of an accelerator, so that the order of things can be tested without one."""
+    """The operations of an accelerator that slots use, so that their order can be tested without one."""
 
     def computing(self) -> Any:
-        """The stream on which the host's kernels run now."""
+        """Return the stream on which kernels run now."""
 
     def event(self) -> Event:
-        """An event that stands nowhere yet."""
+        """Return a new event, not recorded yet."""
         ...
 
     def wait(self, event: Event) -> None:
-        """Have the copies that follow wait for `event`."""
+        """Have later copies wait for `event`."""
 
     def follow(self, stream: Any) -> None:
-        """Have the copies that follow wait for all that `stream` has been given so far."""
+        """Have later copies wait for all work that `stream` has been given so far."""
 
     def lead(self, event: Event, stream: Any) -> None:
-        """Record `event` behind all copies so far, and have `stream` wait for it."""
+        """Record `event` after all copies so far, and have `stream` wait for it."""
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Pinned host memory of the form of a host tensor."""
+        """Return pinned host memory for a tensor like this one."""
         ...
 
     def memory(self, like: Tensor) -> Tensor:
-        """Memory of the accelerator of the form of a host tensor, in the order of the computing stream."""
+        """Return accelerator memory for a tensor like this one, allocated on the computing stream."""
         ...
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether copies may be made from a host tensor as it is, while the host goes on."""
+        """Return whether a host tensor can be copied from without blocking the host."""
         ...
 
     def stage(self, pinned: Tensor, source: Tensor) -> None:
-        """Write a host tensor into pinned memory, now."""
+        """Copy a host tensor into pinned memory, and return when that is done."""
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy pinned memory to the accelerator, behind the copies so far, while the host goes on."""
+        """Copy pinned memory to the accelerator after the copies so far, without blocking the host."""
 
 
 class Moving:
     """Moves nested batches to an accelerator as `device.move` does, while the step before computes.
 
-    A batch is written into pinned memory (one that is pinned already is taken as it is), copied on a stream of its
-    own, and given as tensors in the accelerator's memory, which the computing stream waits for. Both memories belong
-    to one of `SLOTS` slots and are used again: host memory when the copy from it is done, the accelerator's when
-    nobody holds a tensor in it any more and the kernels that were given before that have run. What somebody still
-    holds is his for good, and the slot gets other memory. For each of the last `SPECS` kinds of batches there are
-    slots. Tensors that lie elsewhere than on the host, need a gradient or are of a class of their own move plainly.
+    A batch is copied into pinned memory, unless it is pinned already, and from there to the accelerator on a stream of
+    its own; the computing stream waits for this copy. Both memories belong to one of `SLOTS` slots and are reused: the
+    pinned one when the copy from it is done, the accelerator's when no tensor refers to it any more and the kernels
+    launched before that have run. Memory that a tensor still refers to is left to it, and the slot allocates other
+    memory. Slots are kept for the last `SPECS` kinds of batches. `device.move` moves tensors that are not on the host,
+    require a gradient or are of a subclass.
     """
 
     def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
@@ -86,12 +89,12 @@ class Moving:
         self._lane = lane
         self._rings: OrderedDict[Spec, _Ring] = OrderedDict()
         self._held: list[_Slot] = []
-        """Slots whose tensors were given and not yet seen to be let go."""
+        """Slots whose memory was still referred to at the last look."""
         self._stream: Any = None
         """The computing stream of the last batch."""
 
     def __call__(self, batch: Any) -> Any:
-        """The batch on the accelerator, with all its types kept."""
+        """Return the batch on the accelerator; containers keep their types."""
         found: list[Tensor] = []
         _collect(batch, found)
         if not found:
@@ -100,14 +103,14 @@ class Moving:
         return change(batch, self.device, lambda one: next(sent) if _is_plain(one) else move(one, self.device))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Nothing but the device: a copy begins with slots of its own."""
+        """Return the device alone: a copy makes its own slots."""
         return {"device": self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["device"])  # type: ignore[misc]
 
     def free(self) -> None:
-        """Give all memory back; the next batch gets slots anew."""
+        """Free all slots; the next batch makes new ones."""
         self._rings.clear()
         self._held.clear()
         self._stream = None
@@ -119,7 +122,7 @@ class Moving:
         if self._stream is not None and stream != self._stream:
             lane.follow(self._stream)  # what was computed there with the tensors of a slot
         self._stream = stream
-        self._held = [slot for slot in self._held if not slot.is_let_go(lane, stream)]
+        self._held = [slot for slot in self._held if not slot.is_released(stream)]
         slot = self._ring(found).next(lane, found)
         given = slot.fill(lane, stream, found)
         self._held = [one for one in self._held if one is not slot]
@@ -145,58 +148,58 @@ class CudaLane:
         self._copies = torch.cuda.Stream(device)
 
     def computing(self) -> torch.cuda.Stream:
-        """The current stream of the device."""
+        """Return the current stream of the device."""
         return torch.cuda.current_stream(self._device)
 
     def event(self) -> Event:
-        """An event for order alone, without a time; the host sleeps while it waits for it."""
+        """Return an event without timing; the host sleeps, and does not spin, while it waits for it."""
         made: Event = torch.cuda.Event(blocking=True)
         return made
 
     def wait(self, event: Any) -> None:
-        """Have the copies that follow wait for `event`."""
+        """Have later copies wait for `event`."""
         self._copies.wait_event(event)
 
     def follow(self, stream: torch.cuda.Stream) -> None:
-        """Have the copies that follow wait for all that `stream` has been given so far."""
+        """Have later copies wait for all work that `stream` has been given so far."""
         self._copies.wait_stream(stream)
 
     def lead(self, event: Any, stream: torch.cuda.Stream) -> None:
-        """Record `event` behind all copies so far, and have `stream` wait for it."""
+        """Record `event` after all copies so far, and have `stream` wait for it."""
         event.record(self._copies)
         stream.wait_event(event)
 
     def pinned(self, like: Tensor) -> Tensor:
-        """Pinned host memory of the form of a host tensor."""
+        """Return pinned host memory for a tensor like this one."""
         with self._normal():
             return torch.empty_like(like, pin_memory=True)
 
     def memory(self, like: Tensor) -> Tensor:
-        """Memory of the device of the form of a host tensor, in the order of the current stream."""
+        """Return device memory for a tensor like this one, allocated on the current stream."""
         with self._normal():
             return torch.empty_like(like, device=self._device)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Whether a host tensor lies in pinned memory."""
+        """Return whether a host tensor is in pinned memory."""
         return tensor.is_pinned()
 
     def stage(self, pinned: Tensor, source: Tensor) -> None:
-        """Write a host tensor into pinned memory, now."""
+        """Copy a host tensor into pinned memory."""
         pinned.copy_(source)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy pinned memory to the device, behind the copies so far."""
+        """Copy pinned memory to the device after the copies so far, without blocking the host."""
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
 
     def _normal(self) -> AbstractContextManager[None]:
-        # What is made under inference mode could not be trained on when it is used again.
+        # A tensor made in inference mode could not be trained on when its memory is reused.
         normal: AbstractContextManager[None] = torch.inference_mode(mode=False)
         return normal
 
 
 class _Ring:
-    """The slots of one kind of batches, used in turn; made as they are needed."""
+    """The slots of one kind of batches, used in turn, made on first use."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
@@ -211,20 +214,20 @@ class _Ring:
 
 
 class _Slot:
-    """Memory of both sides for one batch, and the events that say when it may be written to."""
+    """Host and device memory of one batch, and the events after which it may be written to."""
 
     def __init__(self, lane: Lane, found: list[Tensor]) -> None:
         self._host: list[Tensor | None] = [None] * len(found)
         self._memory = [lane.memory(one) for one in found]
         self._uses = [_Uses(one) for one in self._memory]
         self._sources: list[Tensor] = []
-        """What the last copies were made from, kept until they are done."""
+        """The tensors that the last copies read, kept until these are done."""
         self._ready, self._free = lane.event(), lane.event()
         self._is_free = False
-        """Whether `_free` stands behind all kernels that read the tensors given last."""
+        """Whether `_free` is recorded after all kernels that read the last batch."""
 
-    def is_let_go(self, lane: Lane, stream: Any) -> bool:
-        """Whether nobody holds the tensors that were given; then notes what was computed until now."""
+    def is_released(self, stream: Any) -> bool:
+        """Return whether no tensor refers to the memory any more; then record the kernels launched so far."""
         if self._is_free:
             return True
         if any(use.others() for use in self._uses):
@@ -234,11 +237,11 @@ class _Slot:
         return True
 
     def fill(self, lane: Lane, stream: Any, found: list[Tensor]) -> list[Tensor]:
-        """Send these host tensors; gives them on the accelerator."""
+        """Copy these host tensors; return them on the accelerator."""
         if self._sources:
-            self._ready.synchronize()  # the copies before from this host memory: done long ago, unless we run ahead
+            self._ready.synchronize()  # earlier copies from this pinned memory: done, unless the host is far ahead
         self._sources = [self._staged(lane, place, one) for place, one in enumerate(found)]
-        if not self.is_let_go(lane, stream):
+        if not self.is_released(stream):
             self._replace_held(lane, found)
             self._free.record(stream)
         lane.wait(self._free)
@@ -246,7 +249,7 @@ class _Slot:
             lane.copy(target, source)
         lane.lead(self._ready, stream)
         self._is_free = False
-        # Each has its own count of changes in place, as a tensor that was moved has.
+        # A version counter of its own for each, as for a tensor that was moved.
         return [memory.data for memory in self._memory]
 
     def _staged(self, lane: Lane, place: int, source: Tensor) -> Tensor:
@@ -266,14 +269,14 @@ class _Slot:
 
 
 class _Uses:
-    """Who else holds the memory of a tensor: its views, and what autograd has saved, count as well."""
+    """Counts the references to the memory of a tensor: views, and tensors that autograd has saved, count."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
         self._alone = self._count()
 
     def others(self) -> bool:
-        """Whether anything holds the memory beside the tensor it was made for; True where torch cannot tell."""
+        """Return whether anything refers to the memory beside the slot; True where torch cannot say."""
         return self._alone is None or self._count() != self._alone
 
     def _count(self) -> int | None:
@@ -281,7 +284,7 @@ class _Uses:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Whether a tensor is a block of numbers on the host."""
+    """Return whether a tensor is a dense one on the host, of no subclass, without a gradient."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu
@@ -292,7 +295,7 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def _collect(batch: Any, found: list[Tensor]) -> None:
-    """The plain host tensors of a nested batch, in the order in which `change` comes to them."""
+    """Append the plain host tensors of a nested batch to `found`, in the order of `change`."""
     items: Any = ()
     if isinstance(batch, Tensor):
         if _is_plain(batch):

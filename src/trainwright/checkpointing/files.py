@@ -35,8 +35,9 @@ anything about intent: who can change a file can change its checksum in the mani
 Content = tensorfile.Contents | bytes
 """The content of one file: tensors, or bytes."""
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
-_READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | getattr(os, "O_BINARY", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+_READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | _BINARY
+_WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | _BINARY
 _CHUNK = 1 << 22
 """Bytes per call of the system, and per item for the checksum thread: large enough for its wake-ups not to count."""
 _BUFFER = 1 << 19

@@ -13,8 +13,8 @@ from trainwright.checkpointing.optimizer_state import PARAMETERS, optimizer_stat
 from trainwright.checkpointing.tree import flatten
 from trainwright.checkpointing.weights import shape_difference
 from trainwright.core.checks import FormError
-from trainwright.core.device import keep_dtypes
 from trainwright.core.errors import CheckpointError, TrainwrightError, first_line, listed
+from trainwright.optim.named import keep_dtypes
 from trainwright.protocols import Stateful, Tree
 
 _ANEW = "leave resume out, and give Checkpoint() a new directory, to begin a new run"

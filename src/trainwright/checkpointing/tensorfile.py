@@ -48,8 +48,8 @@ _NAMES = {
     "F64": "float64",
     "C64": "complex64",
 }
-DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, name in _NAMES.items() if hasattr(torch, name)}
-"""The format's names of the dtypes that this torch has."""
+DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, name in _NAMES.items()}
+"""The format's names of dtypes."""
 TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
 
 

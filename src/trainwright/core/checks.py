@@ -20,7 +20,6 @@ from trainwright.core.errors import SettingError
 
 _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
-
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
 """The start of "s3://bucket/run", of which `Path` makes "s3:/bucket/run"; one letter is a drive of Windows."""
 _COPY = {
@@ -108,7 +107,7 @@ def check_choice(value: object, owner: str, name: str, *, choices: tuple[object,
 
 
 class FormError(ValueError):
-    """Saved state of another form than it is written in; the message says what is wrong, not where."""
+    """Saved state in a wrong form; the message says what is wrong, not where."""
 
 
 def check_form(tree: object, /, **forms: Callable[[object], bool]) -> None:
@@ -128,7 +127,7 @@ def _wrong_value(key: str, value: object) -> FormError:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is a whole number that counts something: 0 or more, and below 2**62."""
+    """Return whether a value is a count: a whole number of 0 or more, below 2**62."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
@@ -167,6 +166,12 @@ def is_dict(value: object) -> bool:
     return isinstance(value, Mapping)
 
 
+def name_of(value: object) -> str:
+    """Return the name of a function, of a class, of the function in a partial; of another object that of its class."""
+    value = value.func if isinstance(value, functools.partial) else value
+    return str(getattr(value, "__name__", type(value).__name__))
+
+
 def settings_text(value: Any) -> str:
     """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
     if isinstance(value, dict):
@@ -191,7 +196,7 @@ def _dataclass_text(setting: Any) -> str:
     for field in fields(setting):
         value, by_place = getattr(setting, field.name), field is first and not field.kw_only
         if by_place or field.default is MISSING or not _is_default(value, field.default):
-            # A first value that has a default, or is the only one, is known by its place; the others need their names.
+            # A first value that has a default, or is the only one, needs no name.
             bare = by_place and (field.default is not MISSING or len(fields(setting)) == 1)
             given.append(settings_text(value) if bare else f"{field.name}={settings_text(value)}")
     return f"{type(setting).__name__}({', '.join(given)})" if given else type(setting).__name__

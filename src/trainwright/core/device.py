@@ -1,23 +1,30 @@
-"""Choose a device, place the model there, and move nested batches without changing their types."""
+"""Choose a device, place the model there, move nested batches without changing their types, and read its memory."""
 
 from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import os
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from trainwright.core.errors import SettingError, first_line, listed
-from trainwright.core.trees import mapping_like, parameters_in, sequence_like
+from trainwright.core.trees import mapping_like, sequence_like
 
 Home = torch.device | Callable[[str], torch.device]
 """The device of loaded state that was saved on an accelerator: one device, or a function of the saved name."""
+_FULL = (
+    *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
+    *("CUDA error: out of memory", "CUDA out of memory", "MPS backend out of memory"),
+    *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
+)
+"""Texts of errors without a class of their own that mean that memory has run out."""
 
 
 def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
@@ -85,31 +92,6 @@ def homes(model: nn.Module, device: torch.device) -> Home:
     return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
 
 
-def place_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters (`load_state_dict` does it)."""
-    state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
-    if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
-        saved = optimizer.state_dict()
-        optimizer.load_state_dict(saved)
-        keep_dtypes(optimizer, saved)
-
-
-def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give a state that was just loaded the dtypes that it was saved with; for weights whose dtypes are as they were.
-
-    Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
-    """
-    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # an optimizer with a method of its own keeps its dtypes
-    parameters = parameters_in(optimizer)
-    numbers = [number for group in saved["param_groups"] for number in group["params"]]
-    for parameter, number in zip(parameters, numbers, strict=True):
-        for key, value in saved["state"].get(number, {}).items():
-            now = optimizer.state[parameter].get(key)
-            if key != "step" and type(now) is type(value) is Tensor and now.dtype != value.dtype:
-                optimizer.state[parameter][key] = value.detach().to(now.device, copy=True)
-
-
 def move(batch: Any, device: torch.device) -> Any:
     """Return a nested batch with its tensors on `device`; tuples, named tuples, dicts, dataclasses keep their types."""
     return change(batch, device, lambda tensor: tensor.to(device, non_blocking=_is_awaited(tensor, device)))
@@ -136,6 +118,57 @@ def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -
 def widest_float(device: torch.device) -> torch.dtype:
     """Return the widest floating type of a device: float64, and float32 on mps, which has no other."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error means that memory has run out: by torch's class, a MemoryError, or the text."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in _FULL)
+
+
+def release_memory(device: torch.device, free: Callable[[], None] = lambda: None) -> None:
+    """Free unreferenced memory and torch's caches; `free` is called when the device has finished its work.
+
+    The path of CUDA has not run on a GPU yet.
+    """
+    gc.collect()  # reference cycles hold autograd graphs
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    free()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def available_memory(device: torch.device) -> int:
+    """Return the bytes that new tensors may take on a CUDA device: unused ones of torch's allocator, and free ones.
+
+    Within the share of the process (`torch.cuda.set_per_process_memory_fraction`). Not run on a GPU yet.
+    """
+    free, total = torch.cuda.mem_get_info(device)
+    reserved: int = torch.cuda.memory_reserved(device)
+    allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total) - reserved
+    return max(0, min(free, allowed)) + reserved - torch.cuda.memory_allocated(device)
+
+
+def device_memory(device: torch.device) -> dict[str, int]:
+    """Return bytes by name: `allocated`, `reserved`, `peak` (of allocated, so far) on CUDA, `allocated` on mps.
+
+    On the CPU `process`, the resident memory of this process on Linux; empty where it is unknown.
+    """
+    if device.type == "cuda":
+        stats = torch.cuda.memory_stats(device)
+        kinds = {"allocated": "allocated_bytes.all.current", "reserved": "reserved_bytes.all.current"}
+        found = {name: stats.get(kind, 0) for name, kind in kinds.items()}
+        return found | {"peak": stats.get("allocated_bytes.all.peak", 0)}
+    if device.type == "mps":
+        return {"allocated": torch.mps.current_allocated_memory()}
+    if device.type == "cpu" and sys.platform == "linux":
+        with open("/proc/self/statm", encoding="ascii") as file:  # pages: of all, and resident ones
+            return {"process": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
+    return {}
 
 
 def _is_awaited(tensor: Tensor, device: torch.device) -> bool:
@@ -165,7 +198,7 @@ def _named(wanted: str | torch.device) -> torch.device:
 
 
 def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
-    """Refuse `device=` for a model on several devices: it would be moved, or the setting ignored."""
+    """Return the refusal of `device=` for a model on several devices: it would be moved, or the setting ignored."""
     return SettingError(
         f"device={str(wanted)!r}, and the model is on several devices",
         have=", ".join(map(str, placed)),

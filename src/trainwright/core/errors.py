@@ -80,7 +80,7 @@ class Stopped(SystemExit):
 def message(
     what: str, *, have: str | None = None, want: str | None = None, fix: str | None = None, where: bool = True
 ) -> str:
-    """Lay out a message: what is wrong, then `have`, `want`, `fix` and the user's own line.
+    """Return a message in lines: what is wrong, then `have`, `want`, `fix` and the line of user code.
 
     For warnings and built-in errors; errors of this library lay out their own. Control characters are escaped: a text
     may come from a file of an unknown author, and goes to a terminal.
@@ -93,20 +93,26 @@ def message(
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
-    """The class of an error and the first line of its text, cut after `most` characters."""
+    """Return the class of an error and the first line of its text, cut after `most` characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:most]
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """The first `most` names, and how many more there are."""
+    """Return the first `most` names, and the number of the others."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:most]) + more
 
 
-def user_line(frame: FrameType | None = None) -> str:
-    """``file:line`` of the innermost frame that is neither ours nor an installed package's, or "".
+def notes_of(error: BaseException) -> list[str]:
+    """Return the notes that were added to an error."""
+    notes: list[str] = getattr(error, "__notes__", [])
+    return notes
 
-    Seen from `frame`, which may be another thread's; from the caller where none is given.
+
+def user_line(frame: FrameType | None = None) -> str:
+    """Return ``file:line`` of the innermost frame of user code, or "".
+
+    `frame`: where to begin, by default at the caller; it may be of another thread.
     """
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
@@ -119,7 +125,7 @@ def user_line(frame: FrameType | None = None) -> str:
 
 
 def warn_user(text: str) -> None:
-    """Warn at the user's line that led here, such as the call of `fit`, however deep the call is nested."""
+    """Warn at the innermost line of user code, such as the call of `fit`."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, depth = frame.f_back, depth + 1
@@ -127,15 +133,15 @@ def warn_user(text: str) -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Whether a file is one of this package."""
+    """Return whether a file is one of this package."""
     return os.path.abspath(name).startswith(_PACKAGE)
 
 
 def is_users(name: str) -> bool:
-    """Whether a file is neither ours nor an installed package's."""
+    """Return whether a file is neither of this package nor of an installed one."""
     return not is_ours(name) and "site-packages" not in name and not name.startswith("<") and "/lib/python" not in name
 
 
 def not_built(name: str, instead: str = "") -> SettingError:
-    """The error that refuses a setting whose part is designed but not built yet."""
+    """Return the error that refuses a setting that is not implemented yet."""
     return SettingError(f"{name} is not built yet", fix=instead or f"leave {name} out")

@@ -1,7 +1,7 @@
-"""All plotting: figures without pyplot's global state, made of plain numbers; matplotlib is imported when one is made.
+"""All plotting: figures of plain numbers, without the global state of pyplot. Matplotlib is imported on first use.
 
-Every function returns a matplotlib `Figure` that shows itself in a notebook; with `path` it is saved too, in the
-format that the name's ending says. SettingError without matplotlib, or for an ending that it cannot write.
+Every function returns a matplotlib `Figure`, which a notebook displays; with `path` it is saved too, in the format of
+the suffix. SettingError without matplotlib, or for a suffix that it cannot write.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ if TYPE_CHECKING:
     from trainwright.core.records import Best
 
 _MOST_CELLS = 40
-"""Classes up to which a confusion matrix is readable with its counts."""
+"""The number of classes up to which a confusion matrix shows counts."""
 _MOST_PANELS = 12
-"""Columns of values that get a panel each."""
+"""The number of columns up to which each has a panel."""
 _POSITIONS = frozenset({"epoch", "update"})
 _GREY = "0.55"
 
@@ -126,8 +126,8 @@ def lr_range_figure(
 ) -> Any:
     """Draw the losses of a sweep over its rates, smoothed ones too, with a line at each of the rates in `marks`.
 
-    The first mark is drawn in full. The height is that of the losses until they are lowest, and half as much again: one
-    that explodes later does not flatten the rest.
+    The first mark is a solid line. The height is that of the losses up to the lowest one, and half as much again, so
+    that a later divergence does not flatten the rest.
     """
     figure = _figure(6.4, 4.0)
     axes = figure.add_subplot()

@@ -1,4 +1,4 @@
-"""The one place where numbers are read from tensors: all that are asked for at once, in a single read per device."""
+"""The only place where numbers are read from tensors: several at once, in one read for each device."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def read(values: Sequence[float | Tensor]) -> list[float]:
 
 
 host_value = Tensor.item
-"""The value of a scalar on the CPU: there is nothing to wait for."""
+"""Returns the value of a scalar on the CPU, which waits for nothing."""
 
 
 def as_count(count: float | Tensor) -> float | Tensor:

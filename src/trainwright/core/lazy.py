@@ -1,7 +1,6 @@
 """Imports the public names of a package when they are first used; its stub `__init__.pyi` is the table of them.
 
-Type checkers read the same stub, so each name has one line that says where it comes from (PEP 562; what `lazy_loader`
-does for packages of scientific Python).
+Type checkers read the same stub, so that one line says where a name comes from (PEP 562, as in `lazy_loader`).
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ Mode = Literal["min", "max"]
 def sort_key(value: float | None, mode: Mode) -> float:
     """Return the sort key of a value: the smaller key is the better value.
 
-    The key of None, of NaN and of the worst infinity is infinity, so none of them is ever better than anything:
-    `sort_key(a, mode) < sort_key(b, mode)` is "a is better than b".
+    "a is better than b" is `sort_key(a, mode) < sort_key(b, mode)`. The key of None, of NaN and of the worst infinity
+    is infinity, so that none of them is better than any value.
     """
     if value is None or math.isnan(value):
         return math.inf
@@ -24,9 +24,9 @@ def sort_key(value: float | None, mode: Mode) -> float:
 
 
 def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
-    """Return whether less or more of `monitor` is better; only a loss may leave `mode` out.
+    """Return the mode of a monitor: "min" for a loss without one; SettingError for any other name without one.
 
-    `call` is the line to write, with places for the monitor and the mode.
+    `call` is the line to write, with placeholders for the monitor and the mode.
     """
     if not isinstance(monitor, str) or not monitor:
         raise SettingError(call.format(monitor, mode), want='the name of a number, such as "val_loss"')

@@ -13,22 +13,22 @@ from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
 
 NEVER = 1 << 62
-"""An update that no run reaches: the end of an epoch whose length is unknown."""
+"""The end of an epoch of unknown length: an update that no run reaches."""
 
 
 class LengthDependency(NamedTuple):
-    """A setting that was computed from the planned lengths of epochs: it is wrong where an epoch has another length."""
+    """A setting that was computed from the planned lengths of epochs, and may be wrong if one has another length."""
 
     asked_by: str
     value: Callable[[Plan], object] | None
-    """Computes it in a plan; None: it is wrong as soon as one epoch has another length."""
+    """Computes it from a plan; None: it is wrong as soon as one epoch has another length."""
     is_total: bool = False
     """Whether it is the number of updates of the run."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plan:
-    """What a `fit` will do, known before its first update. The console prints it as its header."""
+    """What a `fit` will do, computed before its first update. The console prints it as its header."""
 
     model: str = ""
     parameters: int = 0
@@ -57,10 +57,10 @@ class Plan:
     notes: tuple[str, ...] = ()
     """Further lines of the header: switches of the process, automatic choices and their reasons."""
 
-    # Of a run in progress: finished epochs have their real lengths, those to come the planned ones.
+    # For a run in progress: finished epochs have their real lengths, later ones the planned lengths.
 
     past: tuple[tuple[int, int], ...] = field(default=((0, 0),), repr=False)
-    """After each number of finished epochs, from none on: the windows trained on, and the clock of applied updates."""
+    """For 0, 1, 2, ... finished epochs: the number of windows, and the clock of applied updates."""
     now: int | None = field(default=None, repr=False)
     """Windows of the current epoch, where they are known to differ from the plan; NEVER: more than planned."""
     dependencies: list[LengthDependency] | None = field(default=None, repr=False, compare=False)
@@ -86,7 +86,7 @@ class Plan:
         done = len(self.past) - 1
         if epoch <= done:
             return self.past[epoch][0]
-        # Epochs to come that have the same length are counted together: there may be a billion of them.
+        # Later epochs of the same length are counted together: there may be a billion of them.
         firsts = sorted({done, done + 1, *(first for first, _ in self.accumulate if done < first < epoch), epoch})
         lengths = [(last - first, self.updates_in(first)) for first, last in pairwise(firsts)]
         known = [number * length for number, length in lengths if length is not None]

@@ -67,7 +67,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "interrupted_validation": lambda value: value in ("", "update", "epoch", "final"),
     "stopped": is_text,
 }
-"""The forms of the counters that are no counts."""
+"""The forms of the fields that are not counts."""
 
 
 class Progress:

@@ -12,12 +12,12 @@ from torch import Tensor
 Count = int | float | Tensor
 
 TARGETS = ("target", "targets", "labels", "label", "y")
-"""What the target of a batch that is a mapping may be called; the first that is there is it."""
+"""Keys of the target in a batch that is a mapping, by precedence."""
 
 
 @dataclass(slots=True, eq=False)
 class MeanLoss:
-    """A loss that is a mean over `count` things: rows, valid tokens, anything countable."""
+    """A loss that is a mean over `count` rows, valid tokens or other units."""
 
     loss: Tensor
     count: Count
@@ -25,7 +25,7 @@ class MeanLoss:
 
 @dataclass(slots=True, eq=False)
 class SumLoss:
-    """A loss that is a sum. With a `count`, total / count is trained; without, the plain sum over the window."""
+    """A loss that is a sum. The window's loss is total / count with a `count`, and the sum without."""
 
     total: Tensor
     count: Count | None = None
@@ -33,7 +33,7 @@ class SumLoss:
 
 @dataclass(slots=True, eq=False)
 class StepOutput:
-    """What a step may return: the loss (in any of its forms), and the output and target that metrics read."""
+    """The return of a step: the loss in any of its forms, and the output and target that metrics read."""
 
     loss: Any
     output: Any = None
@@ -48,12 +48,12 @@ class Update:
     """Updates applied so far over all stages, this one included."""
     epoch: int
     loss: float
-    """The window's loss in the user's own scale."""
+    """The loss of the window, without loss scaling."""
     lr: float
-    """The learning rate that was used (of the first group)."""
+    """The learning rate of the first group in this update."""
     lrs: tuple[float, ...]
     grad_norm: float | None
-    """Norm of the unscaled gradient before clipping, where something asked for it."""
+    """The norm of the unscaled gradient before clipping; None where nothing requests it."""
     rows: int
     skipped: bool
     values: Mapping[str, float] = field(default_factory=dict)
@@ -97,16 +97,16 @@ class Saved:
     update: int
     best: bool
     seconds: float = 0.0
-    """From the beginning of its copy until it was durable."""
+    """Seconds from the start of its copy until it was durable."""
     blocked: float = 0.0
-    """Seconds that training waited for it to be copied, or to be written where that is not done in the background."""
+    """Seconds that training waited for its copy, or for its write where that is not in the background."""
     size: int = 0
     """Bytes of its tensors and texts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The best value of the watched number, and where it was seen."""
+    """The best value of the monitored number, and its epoch and update."""
 
     name: str
     value: float
@@ -117,7 +117,7 @@ class Best:
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What a `fit` gives back."""
+    """The result of a `fit`."""
 
     history: list[dict[str, float]]
     """One row per validation or epoch end."""
@@ -133,17 +133,17 @@ class Result:
     weights: str = "last"
     """Which weights the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n".
 
-    Where they are the best of another number than `best` is, that follows: "best of epoch n by val_loss".
+    If they are the best by another number than that of `best`, its name follows: "best of epoch n by val_loss".
     """
     notes: tuple[str, ...] = ()
-    """Further lines: a schedule that skipped updates left short of its end, a save when an error ended the run."""
+    """Further lines: a schedule that did not reach its end for skipped updates, a save when an error ended the run."""
     blocked: float = field(default=0.0, compare=False)
     """Seconds that this `fit` has waited for saves."""
     final_validation: dict[str, float] | None = None
-    """The numbers at an early end (`stop()`, `max_seconds`) that no validation was due at, in the form of a row.
+    """The numbers at an early end (`stop()`, `max_seconds`) without a validation that was due, in the form of a row.
 
-    They are in no `history` and no number that is monitored sees them: a run that is resumed from there is the run
-    that never ended. None where the end was planned (`epochs`, `max_updates`) or a validation was due there.
+    They are not in `history` and are not monitored, so that a run resumed from there equals the run that never ended.
+    None where the end was planned (`epochs`, `max_updates`) or a validation was due there.
     """
 
     def plot(self, path: str | Path | None = None) -> Any:

@@ -113,7 +113,7 @@ class rng_preserved:  # a class, since each evaluation enters it
 class _NumPy:
     """NumPy's global generator: its state is read and set only after a change, since each takes 30 us.
 
-    `numpy.random` takes time to import: not before it is used.
+    `numpy.random` takes time to import, and is imported on first use.
     """
 
     _seen: bytes | None = None
@@ -130,12 +130,12 @@ class _NumPy:
         """Set a state, if a number was drawn since."""
         if self.state() is not state:
             np.random.set_state(state)
-            self._seen = None  # the second normal deviate may be set without a change of the memory
+            self._seen = None  # a stored second normal deviate does not change the memory
 
     def _memory(self) -> bytes | None:
         """Return the memory that changes with each draw; None where it is not known."""
         generator: Any = np.random.mtrand._rand._bit_generator
-        # A second normal deviate is not in this memory: it may be taken without a change.
+        # A stored second normal deviate is not in this memory, and is used up without a change.
         if type(generator) is not np.random.MT19937 or (self._state is not None and self._state[3]):
             return None
         return ctypes.string_at(generator.ctypes.state_address, _MT19937)
@@ -149,14 +149,14 @@ _numpy = _NumPy()
 class RngCheckpoint:
     """Part `random` of a checkpoint: the random states at the start of the current epoch, and at the save.
 
-    A resume repeats the draws of the epoch's order from the first, then continues with the second:
+    A resume draws the order of the epoch again from the first, then continues from the second:
 
         loaded -> (restore_before_opening, for a validation or probe that is due) -> epoch opened
         loaded -> restore, where nothing of the epoch is left
     """
 
     epoch_start_state: dict[str, Any] = field(default_factory=dict)
-    """Empty until the iterator of the current epoch is about to be made: a run may stop before."""
+    """Empty until the iterator of the current epoch is made: a run may stop before that."""
     resume_state: dict[str, Any] | None = None
     """The loaded state of the save, until the epoch is opened or `restore` is called."""
     restored_before_opening: bool = False
@@ -171,7 +171,7 @@ class RngCheckpoint:
         return {"epoch_start": self.epoch_start_state, "now": self.state_after_opening() or random_state()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over both states; the process draws as before until one of the methods below is called."""
+        """Load both states; the states of the process change in one of the methods below."""
         check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
         self.epoch_start_state, self.resume_state = tree["epoch_start"], tree["now"]
 

@@ -1,4 +1,4 @@
-"""Signals that end a run: recorded when received, raised where the state of the run is consistent.
+"""Signals that end a run: recorded on arrival, raised where the state of the run is consistent.
 
 SIGTERM, SIGUSR1 and the first Ctrl-C wait for the end of the update in progress, at most `grace` seconds; while the
 loop waits for data the state is consistent, and they end the run at once. A second Ctrl-C ends it anywhere.
@@ -18,7 +18,7 @@ from typing import Any
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """The signals that end a run."""
 ONE_CTRL_C = 0.1
-"""Seconds within which two Ctrl-C are one: a terminal and a launcher may both send it."""
+"""Seconds within which two Ctrl-C count as one: a terminal and a launcher may both send it."""
 _SIGCHLD = getattr(signal, "SIGCHLD", None)
 Handler = Callable[[int, FrameType | None], Any]
 
@@ -37,8 +37,8 @@ class Interrupted(BaseException):
 class Signals:
     """The signal handlers of one run, and the signal that was received.
 
-    Only the main thread can install handlers; elsewhere no signal is ever received. A signal that is ignored, or has a
-    handler of the user, keeps it.
+    Only the main thread can install handlers; in other threads no signal is received. A handler of the user is left in
+    place, and so is an ignored signal.
     """
 
     received = 0
@@ -46,7 +46,7 @@ class Signals:
     data_failed = False
     """Whether fetching a batch has raised an error."""
     _waiting = False
-    """Whether the loop waits for data, where a signal ends the run at once."""
+    """Whether the loop waits for data: a signal then ends the run at once."""
     _held = 0
     _overdue = _ended = _child_died = False
     _came = 0.0
@@ -59,15 +59,15 @@ class Signals:
         self.wake: Callable[[], None] | None = None
         """Called when a signal is received; set by a run."""
         self._alone = alone
-        """Whether this process ends at once: several ranks end together, after they have agreed."""
+        """Whether this process is the only one: several ranks agree first, and end together."""
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the handlers, and restore the ones before at the end.
+        """Install the handlers, and restore the earlier ones at the end.
 
-        Interrupted at the end for a signal that was not raised inside; of several ranks only this one ends by it.
+        Raises Interrupted at the end for a signal that was not raised inside; of several ranks, on this one alone.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -84,7 +84,7 @@ class Signals:
             raise Interrupted(self.received)
 
     def fetch(self, read: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `read(*arguments)`, which reads data; a signal ends the run at once before it and meanwhile."""
+        """Return `read(*arguments)`, which reads data; a signal before it or meanwhile ends the run at once."""
         self._waiting = self._alone
         try:
             if self.received or self._child_died:
@@ -103,7 +103,7 @@ class Signals:
             yield item
 
     def check(self) -> None:
-        """Raise Interrupted for a signal that was received: the state of the run is consistent here."""
+        """Raise Interrupted for a received signal; called where the state of the run is consistent."""
         if self.received and self._alone:
             self._ended = True
             self._stop_timer()
@@ -115,9 +115,9 @@ class Signals:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """A context that is completed, however long it takes: only a second Ctrl-C interrupts it.
+        """Return a context that only a second Ctrl-C interrupts, however long it takes.
 
-        The grace of a signal that was received inside begins at its end.
+        The grace period of a signal that is received inside begins at its end.
         """
         self._held += 1
         try:
@@ -128,9 +128,9 @@ class Signals:
                 self._start_timer()
 
     def watch_children(self) -> None:
-        """Have the death of a dataloader worker end the run only while it fetches data.
+        """Let the death of a dataloader worker raise only while data are fetched.
 
-        Called when workers were started: torch's own handler, installed then, raises inside of an update too.
+        Called after the start of workers, when torch installs its handler: that one raises inside an update too.
         """
         if _SIGCHLD is None or not self._before:
             return
@@ -142,7 +142,7 @@ class Signals:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if os.getpid() != self._process:  # a forked process behaves as if nothing had been installed
+        if os.getpid() != self._process:  # in a forked process: as without this handler
             signal.signal(number, self._before.get(number, signal.SIG_DFL))
             signal.raise_signal(number)
             return
@@ -176,7 +176,7 @@ class Signals:
         self.check()
         self._child_died = False
         assert _SIGCHLD is not None
-        # Sent once more while the loader waits: the error is then raised by the loader.
+        # Sent again while the loader waits, so that the loader raises the error.
         again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, _SIGCHLD))
         again.daemon = True
         again.start()
@@ -188,7 +188,7 @@ class Signals:
         self._timer.start()
 
     def _insist(self) -> None:
-        """Send the signal to the main thread once more, from the timer's thread, to interrupt the update."""
+        """Send the signal to the main thread again, from the timer's thread, to interrupt the update."""
         main = threading.main_thread().ident
         if self._before and not self._ended and not self._held and main is not None:
             self._overdue = True
@@ -199,7 +199,7 @@ class Signals:
         self._stop_timer()
         while self._before:
             number, handler = self._before.popitem()
-            if signal.getsignal(number) in (self._receive, self._receive_child):  # else it was replaced since
+            if signal.getsignal(number) in (self._receive, self._receive_child):  # unless somebody has replaced it
                 signal.signal(number, handler)
 
     def _stop_timer(self) -> None:

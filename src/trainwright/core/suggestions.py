@@ -423,6 +423,11 @@ def point_elsewhere(cls: type) -> None:
             setattr(cls, name, _Elsewhere(name, instead))
 
 
+def points_elsewhere(given: object, name: str) -> bool:
+    """Return whether an attribute is one of `FOREIGN_ATTRIBUTES` that only raises."""
+    return isinstance(inspect.getattr_static(given, name, None), _Elsewhere)
+
+
 def _is_used(name: str, classes: Collection[type]) -> bool:
     """Whether other code of the classes uses a method: by its name, or by another name for the same function."""
     itself = [vars(one)[name] for one in classes if name in vars(one)]

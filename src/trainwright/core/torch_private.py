@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from operator import attrgetter
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.optim.optimizer as torch_optimizer
@@ -39,11 +39,6 @@ def has_forward_hooks(module: nn.Module) -> bool:
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
-def has_backward_hooks(module: nn.Module) -> bool:
-    """Whether a backward of the module calls hooks."""
-    return bool(module._backward_hooks or module._backward_pre_hooks)
-
-
 def is_compiled(module: nn.Module) -> bool:
     """Whether `module.compile()` or `torch.compile(module)` has compiled its call."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
@@ -62,8 +57,7 @@ def plain_call(module: nn.Module) -> Callable[..., Any]:
 
 def uncompiled(module: nn.Module) -> nn.Module:
     """The module inside the result of `torch.compile(module)`; any other module itself."""
-    inner: nn.Module = getattr(module, "_orig_mod", module)
-    return inner
+    return cast(nn.Module, module._orig_mod) if type(module).__name__ == "OptimizedModule" else module
 
 
 def versions_of(state: Any) -> Any:
@@ -81,11 +75,11 @@ def set_versions(state: Any, versions: Any) -> None:
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 """How often a tensor was changed in place; writes through `.data` are not counted. An inference tensor has none."""
 storage_id: Callable[[Any], int] = attrgetter("_cdata")
-"""The identity of an untyped storage: that of the object in C++, which several objects of Python may stand for."""
+"""The identity of an untyped storage: that of its object in C++, for which there may be several objects in Python."""
 
 
 def storage_uses(storage: Any) -> int | None:
-    """How many hold a storage, views and tensors saved by autograd included; None where torch does not say.
+    """The references to a storage, by views and by tensors saved for backward too; None where torch has no count.
 
     2.13.0 run; other versions not read: the name is one of C++.
     """
@@ -94,7 +88,7 @@ def storage_uses(storage: Any) -> int | None:
 
 
 def versions_preserved(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Restore the present version counters of tensors at the end of the block, so that backward accepts them.
+    """Restore the current version counters of tensors at the end of the block, so that backward accepts the tensors.
 
     For tensors that are changed inside and restored bit for bit: a step under way may have saved them for its backward.
     """
@@ -156,14 +150,9 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
 # The profiler, modes and the compiler.
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""A mode that sees every operation below autograd."""
+"""A mode that intercepts every operation below autograd."""
 tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
 """The leaves of nested containers, registered classes included."""
-
-
-def named_leaves(value: Any) -> list[tuple[str, Any]]:
-    """The leaves of nested containers, each with the way to it as it is written in Python."""
-    return [(_pytree.keystr(path), leaf) for path, leaf in _pytree.tree_flatten_with_path(value)[0]]
 
 
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
@@ -189,7 +178,7 @@ def dynamo_config() -> Any:
 
 
 def compiled_target(forward: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """What to give to `torch.compile` for a module: torch compiles no frame of its own files, and must inline those."""
+    """The function to compile for a module: torch compiles no frame of its own files, and must inline those."""
     from torch._dynamo import external_utils, trace_rules
 
     target: Callable[..., Any] = external_utils.wrap_inline(call) if trace_rules.check(forward) else call
@@ -197,7 +186,7 @@ def compiled_target(forward: Callable[..., Any], call: Callable[..., Any]) -> Ca
 
 
 def dynamo_errors() -> tuple[type[Exception], type[Exception]]:
-    """The user's error met while a graph was traced, and any other error of the compiler."""
+    """The classes of an error of user code in tracing, and of any other error of the compiler."""
     from torch._dynamo import exc
 
     return exc.TorchRuntimeError, exc.TorchDynamoException
@@ -233,7 +222,7 @@ def replace_worker_messages(resume: type, end: type) -> None:
 
 
 def forget_workers(iterator: Any) -> None:
-    """Have torch watch the workers of an iterator no more; a second call is a no-op."""
+    """Stop torch from watching the workers of an iterator; a second call is a no-op."""
     if is_started(iterator):
         torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
@@ -266,7 +255,7 @@ def is_under_way(iterator: Any) -> bool:
 
 
 def host_fetcher(iterator: Any) -> Any:
-    """What fetches the rows of a map-style data set in this process, unpinned; None for any other iterator."""
+    """The fetcher of a map-style data set in this process, without pinning; None for any other iterator."""
     if type(iterator) is not dataloader._SingleProcessDataLoaderIter or iterator._pin_memory:
         return None
     fetcher: Any = iterator._dataset_fetcher
@@ -301,12 +290,12 @@ def fsdp_groups(module: Any) -> list[Any]:
 
 
 def fsdp_initialize(root: Any) -> None:
-    """Make a module the root of its sharded blocks now: a block called before it would take itself for the root."""
+    """Make a module the root of its sharded blocks now: a block that is called first would become the root."""
     root._get_fsdp_state()._lazy_init()
 
 
 def fsdp_update_dtypes(group: Any) -> None:
-    """Have a group follow which of its parameters are trained now."""
+    """Update the dtypes of a group after a change of the parameters that require a gradient."""
     group._init_mp_dtypes()
 
 
@@ -320,7 +309,7 @@ def fsdp_drop_unsharded_gradients(groups: Iterable[Any]) -> None:
 
 
 def fsdp_reset(root: Any, modules: Iterable[Any], groups: Iterable[Any]) -> None:
-    """End what an interrupted window has left under way, as `reset_iter_state` of torch 2.13 does."""
+    """Reset the state that an interrupted window has left, as `reset_iter_state` of torch 2.13 does."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return

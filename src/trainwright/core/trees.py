@@ -46,10 +46,10 @@ def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def copy_tree(tree: Any, *at: Any, into: Any = None) -> Any:
-    """Copy dicts, lists and tuples with their tensors (detached); anything else as `deepcopy` does.
+    """Copy dicts, lists and tuples with their tensors (detached); other objects by `deepcopy`.
 
-    `at`: the keys that lead to it, for errors. `into`: an earlier copy that is no longer needed; tensors of the same
-    kind are copied into its storage. SettingError for objects that cannot be copied, such as a lock.
+    `at`: the path to the tree, for errors. `into`: an earlier copy that is no longer needed, whose storage is reused
+    for tensors of the same form. SettingError for objects that cannot be copied, such as a lock.
     """
     if isinstance(tree, Tensor):
         return into.copy_(tree.detach()) if _is_alike(tree, into) else tree.detach().clone()
@@ -121,7 +121,7 @@ def _detached(value: Any) -> Any:
 
 
 def inside(root: nn.Module) -> list[nn.Module]:
-    """Return the modules of `root.modules()`, in its order, in a quarter of its time."""
+    """Return the modules of `root.modules()`, in the same order, in a quarter of the time."""
     found: dict[nn.Module, None] = {}
     left = [root]
     while left:
@@ -141,12 +141,12 @@ def parameters_of(root: nn.Module) -> list[nn.Parameter]:
 
 
 def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups of optimizers, in order; one that two of them hold comes twice."""
+    """Return the parameters of all groups of optimizers, in order; a shared one is repeated."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
 def shapes_of(output: Tensor, target: Tensor) -> str:
-    """Return shapes and types of an output and a target in words, for an error."""
+    """Return shapes and dtypes of an output and a target as text, for an error."""
     return f"output {tuple(output.shape)} {output.dtype}, target {tuple(target.shape)} {target.dtype}"
 
 

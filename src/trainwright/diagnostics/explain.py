@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.errors import NOTE, StepError, TrainwrightError
+from trainwright.core.errors import NOTE, StepError, TrainwrightError, notes_of
 
 if TYPE_CHECKING:
     from trainwright.diagnostics.frames import Failure
@@ -25,7 +25,7 @@ def explain(error: BaseException, trainer: Any) -> None:
         return
     if isinstance(error, StepError):
         _name_the_step(error, trainer)
-    if isinstance(error, TrainwrightError) or any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
+    if isinstance(error, TrainwrightError) or any(note.startswith(NOTE) for note in notes_of(error)):
         return
     try:
         from trainwright.diagnostics.frames import read_failure
@@ -75,7 +75,7 @@ def _name_the_step(error: StepError, trainer: Any) -> None:
     }
     names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
     name = next((name for name in names if own[name]), None)
-    if name is None or called.isdisjoint({"record", "grad_tensor"}) or hasattr(error, "__notes__"):
+    if name is None or called.isdisjoint({"record", "grad_tensor"}) or notes_of(error):
         return
     from trainwright.diagnostics.rules import explain_own_backward
 

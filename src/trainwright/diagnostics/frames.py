@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import partial
 from types import FrameType, TracebackType
 from typing import Any
 
 import numpy as np
 from torch import Tensor, nn
 
+from trainwright.core.checks import name_of
 from trainwright.update.window import Window, find_rows
 
 STEPS = ("training_step", "validation_step", "predict_step")
@@ -311,13 +311,11 @@ def _loss(frames: tuple[FrameType, ...], trainer: Any) -> LossCall | None:
     ]
     if not is_trainers and not of_torch:
         return None
-    written = loss.func if isinstance(loss, partial) else loss
-    name = type(loss).__name__ if isinstance(loss, nn.Module) else str(getattr(written, "__name__", "the loss"))
     if not of_torch:
-        return LossCall(name)
+        return LossCall(name_of(loss))
     frame = of_torch[0]
     function, held = frame.f_code.co_name, frame.f_locals
-    return LossCall(name if is_trainers else function, function, held["input"], held["target"])
+    return LossCall(name_of(loss) if is_trainers else function, function, held["input"], held["target"])
 
 
 def _output(frames: tuple[FrameType, ...], step: FrameType | None, *, in_loss: bool) -> Any:

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.device import devices_of
-from trainwright.core.memory import is_out_of_memory
+from trainwright.core.device import devices_of, is_out_of_memory
+from trainwright.core.records import StepOutput
 from trainwright.core.suggestions import nearest
 from trainwright.diagnostics.frames import MISSING, Failure, dtype_name, shown, tensors
 from trainwright.modules.freezing import layers_mixing_rows
@@ -375,7 +375,7 @@ def _called(failure: Failure) -> str:
 def _loss_without_a_graph(failure: Failure) -> Explanation | None:
     if not failure.in_backward:
         return None
-    output = getattr(failure.returned, "output", None)
+    output = failure.returned.output if isinstance(failure.returned, StepOutput) else None
     fix = "return the loss as it was computed: no detach(), item(), torch.tensor(loss) or torch.no_grad() around it"
     if isinstance(output, Tensor) and output.requires_grad:
         return Explanation("the output requires a gradient, and the loss that was made of it does not", fix)
@@ -433,12 +433,11 @@ def _ends_in_weights(failure: Failure) -> bool:
 def _weighted_step(failure: Failure) -> str:
     """The body of a training step that takes the mean of the loss over the rows, each by its weight."""
     loss, inputs = failure.trainer.loss, "x" if len(failure.batch) == 3 else "*x"
-    name = getattr(loss, "__name__", "")
     each = "loss_of_rows(output, y)"
     if isinstance(loss, nn.Module):
         each = f"nn.{type(loss).__name__}(reduction='none')(output, y)"
-    elif name and hasattr(nn.functional, name):
-        each = f"F.{name}(output, y, reduction='none')"
+    elif inspect.isroutine(loss) and hasattr(nn.functional, loss.__name__):
+        each = f"F.{loss.__name__}(output, y, reduction='none')"
     mean = "MeanLoss(loss, weight.sum())"
     lines = [
         f"{inputs}, y, weight = batch",
@@ -469,8 +468,8 @@ def splits_in_training(trainer: Any) -> bool:
 def _user_code(trainer: Any, name: str) -> list[CodeType]:
     """The code of a step in each subclass that overrides it."""
     written = [vars(cls)[name] for cls in type(trainer).__mro__ if name in vars(cls)]
-    codes = [getattr(function, "__code__", None) for function in written[:-1]]  # the last is the Trainer's
-    return [code for code in codes if code is not None]
+    # The last is the Trainer's own.
+    return [function.__code__ for function in written[:-1] if inspect.isfunction(function)]
 
 
 _DEVICE = ("device",)

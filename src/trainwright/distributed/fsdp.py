@@ -90,7 +90,7 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
         check_forward(model, modules, calls_methods=any(model in having for having in called.values()))
         check_model(model, modules, processes=world.mesh.shard, keep_within=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
-        group = getattr(world, "host" if device.type == "cpu" else "group", None)
+        group = world.host if device.type == "cpu" else world.group
         mesh = device_mesh(world.mesh, group, device.type)
         known: dict[int, nn.Parameter] = {}
         for module in modules:
@@ -207,7 +207,7 @@ def check_precision(settings: FSDP, precision: Any) -> None:
     """Refuse a `policy` and a `precision` that contradict each other, and fp16 weights without a loss scale."""
     kind = None if settings.policy is None else settings.policy.param_dtype
     context = None if precision is None else precision.autocast("cpu")
-    cast = getattr(context, "fast_dtype", None)
+    cast = context.fast_dtype if isinstance(context, torch.autocast) else None
     if kind == torch.float16 and cast is None:
         raise SettingError(
             "FSDP(policy=...) computes in float16 without a loss scale: small gradients become 0",
@@ -221,7 +221,7 @@ def check_precision(settings: FSDP, precision: Any) -> None:
 def _checked_blocks(blocks: Any) -> frozenset[type[nn.Module]]:
     fix = "FSDP(blocks={Block}), with the class of the model's layers"
     if isinstance(blocks, type | str | nn.Module) or not isinstance(blocks, Iterable):
-        name = getattr(blocks if isinstance(blocks, type) else type(blocks), "__name__", "Block")
+        name = (blocks if isinstance(blocks, type) else type(blocks)).__name__
         fix = f"FSDP(blocks={{{name}}})" if isinstance(blocks, type | nn.Module) else fix
         raise SettingError(f"FSDP(blocks={_short(blocks)})", want="a set of classes of modules", fix=fix)
     found = frozenset(blocks)

@@ -119,7 +119,7 @@ class _WatchedRun:
     def __init__(self, group: Any, run: int, *, position: Callable[[], str], timeout: float) -> None:
         dist: Any = torch.distributed
         self.rank, self.size, self.timeout = group.rank, group.size, timeout
-        name = getattr(group.group or dist.group.WORLD, "group_name", "")
+        name = (group.group or dist.group.WORLD).group_name
         self._all_runs: Any = dist.PrefixStore(f"trainwright/watch/{name}", default_store(dist).clone())
         self._store: Any = dist.PrefixStore(str(run), self._all_runs)
         self._progress, self._thread = position, threading.get_ident()

@@ -121,9 +121,8 @@ def place(
 def _load(targets: dict[str, Tensor], reader: PieceReader, world: World) -> None:
     """Have DCP fill the targets; one error for all ranks."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
-    group = getattr(world, "host", None)
     try:
-        load(dict(targets), storage_reader=_DcpReader(reader), planner=planner, process_group=group)
+        load(dict(targets), storage_reader=_DcpReader(reader), planner=planner, process_group=world.host)
     except CheckpointException as error:
         first = next(iter(error.failures.values()))[0]
         raise CheckpointError(str(first)) from error

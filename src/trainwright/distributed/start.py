@@ -130,7 +130,7 @@ def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> Group:
     stated = os.environ.get("LOCAL_RANK", "")
     hosts = [] if stated.isdigit() else group.all_gather(socket.gethostname())
     group.local_rank = int(stated) if stated.isdigit() else hosts[: group.rank].count(hosts[group.rank])
-    bound = getattr(dist.group.WORLD, "bound_device_id", None)
+    bound = dist.group.WORLD.bound_device_id
     if bound is not None:
         group.device_index = bound.index
     elif device_type != "cpu":

@@ -30,6 +30,10 @@ class World:
     """The rank of this process on its machine, from 0."""
     device_index: int | None = None
     """The index of this rank's device; None where there is no choice."""
+    group: Any = None
+    """The process group of torch that the model's collectives use; None for the default one."""
+    host: Any = None
+    """The process group for values on the host; None for the default one."""
     mesh = Mesh()
     """The role of this rank: its rows of the data, its copy or shard of the weights."""
 

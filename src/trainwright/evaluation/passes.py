@@ -13,13 +13,13 @@ from warnings import warn
 import torch
 
 from trainwright.core.errors import DataError, SettingError, message, user_line
-from trainwright.core.process_state import beside_training
 from trainwright.core.rng import rng_preserved, seed
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
+from trainwright.precision.autocast import beside_training
 from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import CountObserver

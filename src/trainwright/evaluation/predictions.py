@@ -11,13 +11,13 @@ from torch import Tensor
 
 from trainwright.core.device import move
 from trainwright.core.errors import DataError
-from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached, sequence_like
 from trainwright.data.source import Source
 from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import World, packed, unpacked
 from trainwright.evaluation.passes import autocast_step, side_effect_free
+from trainwright.precision.autocast import beside_training
 from trainwright.update.trainer_like import TrainerLike
 
 AT_ONCE = 2**23

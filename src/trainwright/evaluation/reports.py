@@ -10,13 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from trainwright.core.checks import check_choice
 from trainwright.core.device import move
 from trainwright.core.errors import DataError, SettingError
-from trainwright.core.process_state import beside_training
 from trainwright.core.records import StepOutput
 from trainwright.core.trees import detached
 from trainwright.data.source import Source
@@ -25,6 +25,7 @@ from trainwright.evaluation.predictions import join, make_outputs
 from trainwright.evaluation.task_type import find_task_type, guess_classes
 from trainwright.metrics.scores import MAE, R2, RMSE
 from trainwright.metrics.totals import Total
+from trainwright.precision.autocast import beside_training
 from trainwright.update.batches import scores_of
 from trainwright.update.batches import split as default_split
 from trainwright.update.trainer_like import TrainerLike
@@ -224,7 +225,7 @@ def _plain(value: Any) -> Any:
     """Return nested dicts with NumPy's numbers as Python's."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
-    return value.item() if hasattr(value, "item") else value
+    return value.item() if isinstance(value, np.generic) else value
 
 
 def _of_values(

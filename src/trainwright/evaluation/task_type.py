@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from trainwright.core.checks import name_of
 from trainwright.core.errors import NonFiniteError, SettingError
 from trainwright.core.trees import shapes_of
 from trainwright.metrics.metrics import IGNORED
@@ -60,7 +61,7 @@ def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["cl
         return "values"
     raise SettingError(
         "the targets may be classes or values, and the loss does not tell",
-        have=f"{shapes_of(output, target)}; loss: {getattr(loss, '__name__', type(loss).__name__)}",
+        have=f"{shapes_of(output, target)}; loss: {name_of(loss)}",
         want='kind="classes" (precision, recall, F1) or kind="values" (R2, MAE, RMSE)',
         fix='report(data, kind="classes")',
     )

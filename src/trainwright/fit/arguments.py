@@ -38,14 +38,15 @@ def checked_fast(setting: Any) -> Fast:
 
 def bound_hooks(trainer: Any, own: set[str]) -> Hooks:
     """Bind the hooks of a trainer whose class defines `own` of them, and the function that moves batches."""
-    device, move = trainer.device.type, None
+    device = trainer.device.type
     if "to_device" in own or device not in ("cpu", "cuda"):
-        move = trainer.to_device
-    elif device == "cuda":
+        return read_hooks(trainer, own, move=trainer.to_device)
+    if device == "cuda":
         from trainwright.acceleration.transfer import Moving
 
-        move = Moving(trainer.device)
-    return read_hooks(trainer, own, move=move)
+        moving = Moving(trainer.device)
+        return read_hooks(trainer, own, move=moving, free=moving.free)
+    return read_hooks(trainer, own, move=None)
 
 
 def checked_model(model: Any) -> nn.Module:
@@ -177,7 +178,7 @@ def processes(
         from trainwright.distributed.ddp import DDP
 
         settings = DDP()
-    index: int | None = getattr(world, "device_index", None)
+    index = world.device_index
     if device == "auto" and index is not None and len(devices_of(model)) < 2:
         chosen = torch.device(chosen.type, index)
     if world.size > 1 and isinstance(model, nn.parallel.DistributedDataParallel):

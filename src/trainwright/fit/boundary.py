@@ -9,10 +9,9 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.core.durations import Seconds, Updates
+from trainwright.core.durations import Seconds, Trigger, Updates
 from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.records import Validation
-from trainwright.core.triggers import Trigger
 from trainwright.data.source import Source
 from trainwright.fit.clock import RunClock
 from trainwright.fit.plan import Ends

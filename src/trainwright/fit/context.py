@@ -19,7 +19,6 @@ from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import check_savable, gather
 from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed
-from trainwright.core.process_state import reset_grad_and_autocast
 from trainwright.core.records import Result
 from trainwright.core.signals import Interrupted, Signals
 from trainwright.data.source import Source
@@ -40,6 +39,7 @@ from trainwright.fit.stages import start_stage
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_saved_schedulers, has_scheduler
+from trainwright.precision.autocast import reset_grad_and_autocast
 from trainwright.protocols import Observer
 from trainwright.update.per_rank_state import among_ranks, broadcast_buffers
 from trainwright.update.snapshot import Buffers, Snapshot

@@ -12,20 +12,17 @@ import torch
 from torch import Tensor
 
 from trainwright.core import host_reads
-from trainwright.core.device import widest_float
+from trainwright.core.device import device_memory, widest_float
+from trainwright.core.durations import Trigger
 from trainwright.core.errors import SettingError, first_line, not_built
-from trainwright.core.memory import device_memory
-from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
-from trainwright.core.speed import Speed
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.trees import tensors_in
-from trainwright.core.triggers import Trigger
 from trainwright.evaluation.passes import probe_context
 from trainwright.modules.dtensors import is_sharded, local_shards
 from trainwright.modules.flops import count_flops, peak_of
-from trainwright.observers.probes import Probe, Statistics
+from trainwright.observers.probes import ModelStatistics, ParameterStatistics, Probe, Statistics
 from trainwright.observers.profiler import Profile
-from trainwright.observers.throughput import Throughput
+from trainwright.observers.throughput import Speed, Throughput
 from trainwright.protocols import listeners
 from trainwright.update import batches
 from trainwright.update.trainer_like import TrainerLike, active_observers

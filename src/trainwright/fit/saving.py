@@ -10,9 +10,9 @@ from torch import nn
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import gather
 from trainwright.core.device import devices_of, move
+from trainwright.core.durations import Trigger
 from trainwright.core.records import Saved
 from trainwright.core.trees import NamedParts
-from trainwright.core.triggers import Trigger
 from trainwright.fit.run import Run
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Stateful, Tree, listeners

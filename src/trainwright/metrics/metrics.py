@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trainwright.core.checks import check_whole
+from trainwright.core.checks import check_whole, name_of
 from trainwright.core.errors import SettingError
 from trainwright.core.records import SumLoss
 from trainwright.core.trees import shapes_of
@@ -100,7 +100,7 @@ def check_takes_two(function: Any, name: str) -> None:
     try:
         signature.bind(None, None)
     except TypeError as error:
-        called = getattr(function, "__name__", type(function).__name__)
+        called = name_of(function)
         raise SettingError(
             f"{name}: {called}{signature} cannot be called with (output, target): {error}",
             want="a function of (output, target)",

@@ -15,6 +15,7 @@ from trainwright.core.trees import tensors_in
 from trainwright.distributed.world import packed
 from trainwright.metrics.kinds import PassMetric, totals_of
 from trainwright.metrics.totals import Total
+from trainwright.protocols import Stateful
 
 
 class ObjectMetric(PassMetric):
@@ -112,7 +113,7 @@ def is_torchmetrics(metric: Any) -> bool:
 
 
 def _has_state_dict(metric: Any) -> bool:
-    return hasattr(metric, "state_dict") and hasattr(metric, "load_state_dict")
+    return isinstance(metric, Stateful)
 
 
 def _load(metric: Any, saved: Any) -> None:

@@ -6,8 +6,8 @@ Read in this order:
   and parameters that a name, a glob, a class or a predicate selects.
 - `activations.py`: activation checkpointing of blocks (`checkpoint_activations`).
 - `flops.py`: floating-point operations, counted on the meta device (`count_flops`).
-- `peak_memory.py`: the most bytes that are alive at once, by a device's allocator or by the tensors that are made.
-- `dtensors.py`: shards of an FSDP model that a pass has gathered.
+- `peak_memory.py`: the peak of memory, by the allocator of a device or by counting live tensors.
+- `dtensors.py`: shards of DTensors: complete tensors, norms and clips over all ranks.
 
 What these functions change in a module is undone by their counterpart or at the end of their context, also on an error.
 """

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks keep only their inputs for the backward, which recomputes their activations."""
+"""Activation checkpointing: blocks store only their inputs for the backward, which recomputes their activations."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> Ch
     name and module; None: the classes with modules inside that the model has three times or more. Of blocks inside
     one another the outer ones count.
 
-    Gradients are the same to the last bit. Torch repeats its random draws and autocast; beyond that, draws of Python
-    and NumPy are repeated, running statistics and other buffers change once, and plain attributes that a forward sets
-    are set once. A forward whose result depends on anything else that changes, or that adds to a list, cannot be
-    recomputed. StepError where a weight has changed between forward and backward, which torch does not notice.
+    Gradients are the same to the last bit. Torch repeats its random draws and autocast; this function also repeats the
+    draws of Python and NumPy, and lets buffers, running statistics and plain attributes change once. A forward whose
+    result depends on other state that changes, or that appends to a list, cannot be recomputed. StepError where a
+    weight has changed between forward and backward, which torch does not detect.
 
-    There are no wrappers: names in the `state_dict` stay. Passes without gradients run as before. SettingError where
+    No wrappers: names in the `state_dict` do not change. Passes without gradients run as before. SettingError where
     no block is found, a module is compiled already, or is recomputed already.
     """
     if not isinstance(model, nn.Module):
@@ -68,7 +68,7 @@ class CheckpointedBlocks:
         self.remove()
 
     def remove(self) -> None:
-        """Store the activations of the blocks again. No-op where that is so already."""
+        """Store the activations of the blocks again; a second call is a no-op."""
         modules = dict(self.model.named_modules())
         for name in self.names:
             if name in modules:
@@ -76,7 +76,7 @@ class CheckpointedBlocks:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether this very module is one of the blocks of `checkpoint_activations`."""
+    """Return whether this module itself is one of the blocks of `checkpoint_activations`."""
     return isinstance(getattr(vars(module).get("forward"), "__self__", None), _Recomputed)
 
 
@@ -98,14 +98,14 @@ def _release(module: nn.Module) -> None:
 class _Recomputed:
     """Holds the `forward` that replaces a module's own.
 
-    It is among the module's own attributes, bound to this object, so that copies and pickles of the module refer to
-    themselves; hooks and the gathering of shards, which are around a forward, are not repeated with it.
+    It is an attribute of the instance, bound to this object, so that copies and pickles of the module refer to
+    themselves. Hooks and the gathering of shards run around a forward, and are not repeated with it.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
         self.module = module
         self.own = own
-        """The forward that the instance had before, where it had one of its own."""
+        """The earlier forward of the instance; None where it had the forward of its class."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module's own forward."""
@@ -123,8 +123,8 @@ class _Recomputed:
             n = len(values) - len(names)
             return self.plain(*values[:n], **dict(zip(names, values[n:], strict=True)))
 
-        values = (*args, *kwargs.values())  # torch checks the versions of tensors that are given by position alone
-        if torch.compiler.is_compiling():  # the graph has each change of a buffer once
+        values = (*args, *kwargs.values())  # torch checks the versions of positional tensors alone
+        if torch.compiler.is_compiling():  # a compiled graph changes each buffer once
             return checkpoint(run, *values, use_reentrant=False)
         first = _FirstForward(self.module)
         output = checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), first))
@@ -133,15 +133,15 @@ class _Recomputed:
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
-"""Attributes that hold no tensor of another step alive: a mode, a counter, a rate of dropout."""
+"""Types of attributes that refer to no tensor: a mode, a counter, a rate of dropout."""
 
 
 class _FirstForward:
-    """The state of a module when a forward began; entered as a context around each repetition of that forward.
+    """The state of a module before its forward, as a context for each repetition of that forward.
 
-    Made before the forward; `done` is called after it. Inside the context the module's modes and plain attributes have
-    their values of then, and its buffers are copies of their values of then, so that each changes once. The results of
-    a norm layer in train mode do not depend on its running statistics: those are copied as they are.
+    Made before the forward; `done` is called after it. Inside the context the module has its modes, plain attributes
+    and copies of its buffers from before the forward, so that each changes once. Running statistics are copied as they
+    are now: in train mode the output of a norm layer does not depend on them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -206,7 +206,7 @@ class _FirstForward:
 
 
 def _moves_statistics(module: nn.Module) -> bool:
-    """Return whether a forward moves running statistics, whose changes torch does not version."""
+    """Return whether a forward updates running statistics, which does not change their version counters."""
     return module.training and has_running_statistics(module)
 
 
@@ -215,7 +215,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Refuse blocks in which something is recomputed or compiled already."""
+    """Refuse a model with compiled modules, and blocks that are in, are, or contain recomputed ones."""
     for name, module in model.named_modules():
         if is_compiled(module):
             what = f"checkpoint_activations, and {name or type(module).__name__} is compiled already"

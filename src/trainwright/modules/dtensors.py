@@ -26,7 +26,7 @@ def is_sharded(*tensors: Tensor) -> bool:
 
 
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the local shard of each tensor, to be changed in place; a plain tensor as it is."""
+    """Return the local shard of each tensor, which shares its memory; a plain tensor as it is."""
     with torch.no_grad():
         return [_local(tensor) for tensor in tensors]
 
@@ -60,7 +60,7 @@ def _copy_shard(into: Tensor, value: Tensor) -> None:
 
 
 def on_all_ranks(claim: bool, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a claim about tensors is true on all ranks that hold shards of them. Collective."""
+    """Return whether a condition on tensors is true on all ranks with shards of them. Collective."""
     shards = [tensor for tensor in tensors if is_sharded(tensor)]
     if not shards:
         return claim
@@ -109,7 +109,7 @@ class Shards(list[Tensor]):
         return _gradients(self)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the norm of all gradients together, a 0-dim tensor: one reduction of a scalar over the ranks."""
+        """Return the total norm of all gradients as a 0-dim tensor: one reduction of a scalar over the ranks."""
         parts = [self._norm_of(parameters, groups, norm_type) for groups, parameters in self._by_groups.items()]
         device = parts[0].device
         joined = torch.stack([part.to(device) for part in parts])
@@ -158,7 +158,7 @@ def _tensors() -> Any:
 
 
 def _local(tensor: Any) -> Tensor:
-    here: Tensor = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    here: Tensor = tensor.to_local() if is_sharded(tensor) else tensor
     return here
 
 

@@ -48,10 +48,10 @@ def peak_of(name: str) -> float | None:
 def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keywords: Any) -> int:
     """Return the floating-point operations of `model(*inputs, **keywords)`, with those of its backward.
 
-    Those of matrix products, convolutions and attention, a multiplication with its addition being two: M x K times
-    K x N are 2 * M * N * K. A copy of the model runs on torch's meta device, which has shapes and no values: model,
-    modes, buffers and random state do not change. Hooks do not run, and blocks of `checkpoint_activations` count once.
-    The model raises its own error where it needs values (`.item()`), or names a device.
+    Matrix products, convolutions and attention are counted, a multiply-add as two operations: M x K times K x N are
+    2 * M * N * K. A copy of the model runs on torch's meta device, which has shapes and no values: model, modes,
+    buffers and random state do not change. Hooks do not run, and blocks of `checkpoint_activations` count once. A model
+    that needs values (`.item()`) or names a device raises its own error.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

@@ -23,9 +23,9 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
 
     `pattern` is the name of a submodule ("backbone.0") or a glob over the names of parameters ("layer1.*", "*.bias").
     With `norm="eval"`, norm layers with running statistics and no trained parameter, and those without parameters in
-    a submodule that is now completely frozen, are in eval mode until `unfreeze`, through `model.train()` too. With
+    a submodule that is now completely frozen, are in eval mode until `unfreeze`, also after `model.train()`. With
     "train" modes do not change, and the statistics are updated as before. Gradients of frozen parameters are set to
-    None. A module without parameters is no error. SettingError where nothing has such a name.
+    None. A module without parameters is valid. SettingError where nothing has such a name.
     """
     _check_module("freeze", module)
     if norm not in ("eval", "train"):
@@ -48,7 +48,7 @@ def unfreeze(module: M, pattern: str | None = None) -> M:
 
     Norm layers that `freeze` holds in eval mode are released in a submodule of that name, where one of their
     parameters is trained again, or, if they have none, one of the submodule around them. They get the mode of the
-    module around them; a layer that is given itself gets train mode. The pattern may select a part of what was frozen.
+    module around them, and `module` itself gets train mode. The pattern may select a part of what was frozen.
     SettingError where nothing has such a name, and where all matches are integers, which have no gradient.
     """
     _check_module("unfreeze", module)
@@ -56,7 +56,7 @@ def unfreeze(module: M, pattern: str | None = None) -> M:
     trained = {
         name: parameter
         for name, parameter in found.parameters.items()
-        if parameter.is_floating_point() or parameter.is_complex()  # others can have no gradient
+        if parameter.is_floating_point() or parameter.is_complex()  # only these have gradients
     }
     for parameter in trained.values():
         parameter.requires_grad_(True)
@@ -130,7 +130,7 @@ def _meant(module: nn.Module, found: Found) -> dict[nn.Module, list[nn.Parameter
     named = set() if found.submodule is None else set(found.submodule.modules())
     matched, around = set(found.parameters.values()), _parents(module)
     judged: dict[nn.Module, list[nn.Parameter]] = {}
-    for part in module.modules():  # what is around a module comes before it
+    for part in module.modules():  # parents come before their children
         judged[part] = list(part.parameters()) or judged.get(around.get(part, part), [])
     return {part: by for part, by in judged.items() if part in named or not matched.isdisjoint(by)}
 

@@ -19,7 +19,7 @@ class Found:
     """The matches of a pattern."""
 
     parameters: dict[str, nn.Parameter]
-    """By name; a tied parameter once, under the first of its names that matches."""
+    """By name; a tied parameter once, under its first matching name."""
     submodule: nn.Module | None
     """The submodule of that name; None where the pattern is a glob over parameters."""
 
@@ -60,7 +60,7 @@ def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 
 Predicate = Callable[[str, nn.Module], bool]
 REPEATED = 3
-"""Instances of a class that make it a block that a model repeats."""
+"""The number of instances from which a class is a repeated block."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
@@ -76,7 +76,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    """Return the modules of these classes, none inside another; one that is used in two places once."""
+    """Return the modules of these classes, none inside another; a module that is used twice once."""
     if isinstance(module, classes):
         return [module]
     found = [inner for child in module.children() for inner in outermost(child, classes)]

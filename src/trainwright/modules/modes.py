@@ -63,9 +63,9 @@ class evaluating:  # named as torch's no_grad; a class, since every evaluation e
 class untouched:  # a class, as the one before
     """A context that restores the state that a pass without training may change.
 
-    It restores gradients, `requires_grad`, running statistics, and the tensors of modules with a `train` of their own,
-    which may change with the mode, as merged LoRA weights do, and not return to the last bit. Gradients are None
-    inside, so that a `backward` adds to none; with `shows_gradients` they can be read. A sharded model is resharded
+    It restores gradients, `requires_grad`, running statistics, and the tensors of modules that override `train`: these
+    may change with the mode, as merged LoRA weights do, and switching back may round them. Gradients are None inside,
+    so that a `backward` does not add to them; with `shows_gradients` they can be read. A sharded model is resharded
     before and after.
     """
 
@@ -144,7 +144,7 @@ def running_statistics(model: nn.Module) -> list[Tensor]:
 
 
 def _switch_to_eval(modes: Modes) -> None:
-    """Call `eval` of the root where a module changes its mode in a way of its own; else set each module's mode."""
+    """Call `eval` of the root where a module overrides the change of its mode; else set the mode of each module."""
     for module, _ in modes:
         if type(module).train is not _TRAIN or type(module).eval is not _EVAL or "train" in module.__dict__:
             modes[0][0].eval()
@@ -155,7 +155,7 @@ def _switch_to_eval(modes: Modes) -> None:
 def _restore_modes(modes: Modes) -> None:
     if any(type(module).train is not _TRAIN for module, _ in modes):
         root, training = modes[0]
-        root.train(training)  # a `train` of a module's own may do more than set the mode: merged LoRA weights
+        root.train(training)  # an overridden `train` may do more than set the mode: merge LoRA weights
     _set_modes([(module, training and not held(module)) for module, training in modes])
 
 
@@ -164,7 +164,7 @@ def _set_modes(modes: Modes) -> None:
         if module.training is training:
             continue
         if type(module).__setattr__ is _SETATTR:
-            object.__setattr__(module, "training", training)  # without torch's search for parameters of that name
+            object.__setattr__(module, "training", training)  # nn.Module's own searches for a parameter of that name
         else:
             module.training = training
 

@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work: by the allocator of a CUDA device, else by counting the storages that are alive."""
+"""Peak memory of a piece of work: by the allocator on a CUDA device, else by counting live storages."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from trainwright.core.memory import free_memory, left_on
+from trainwright.core.device import available_memory, release_memory
 from trainwright.core.torch_private import TorchDispatchMode, sparse_parts, storage_id
 from trainwright.core.trees import tensors_in
 
@@ -23,15 +23,15 @@ class Peaks(Protocol):
     """Measures the peak of memory in a context."""
 
     what: str
-    """The measured quantity, in words."""
+    """The name of the measured quantity."""
     peak: int
-    """Bytes at most in the last context, those that were allocated before it included."""
+    """The peak in bytes of the last context, memory from before it included."""
 
     refuses: bool
-    """Whether the device raises an out-of-memory error in time; else the caller must respect a budget."""
+    """Whether the device raises an out-of-memory error in time; if not, the caller must stay within a budget."""
 
     def left(self) -> int | None:
-        """Return the bytes that tensors may take here in all, present ones included; None where that is unknown."""
+        """Return the bytes that all tensors may take, present ones included; None where that is unknown."""
 
     def watching(self) -> AbstractContextManager[None]:
         """Measure inside."""
@@ -39,7 +39,7 @@ class Peaks(Protocol):
 
 
 class AllocatorPeaks:
-    """The peak of torch's allocator of a CUDA device."""
+    """The peak of torch's allocator on a CUDA device. Not run on a GPU yet."""
 
     what = "torch.cuda.max_memory_allocated"
     refuses = True
@@ -49,13 +49,13 @@ class AllocatorPeaks:
 
     def left(self) -> int | None:
         """Return the bytes that are free for this process, plus those of present tensors."""
-        free_memory(self._device)
-        return left_on(self._device) + int(torch.cuda.memory_allocated(self._device))
+        release_memory(self._device)
+        return available_memory(self._device) + int(torch.cuda.memory_allocated(self._device))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure inside."""
-        free_memory(self._device)
+        release_memory(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
             yield
@@ -65,9 +65,9 @@ class AllocatorPeaks:
 
 
 class TensorPeaks:
-    """The peak of the bytes of tensors that are alive at once, those of `known` included.
+    """The peak of the bytes of live tensors, those of `known` included.
 
-    Workspaces of kernels are not seen, nor memory outside of tensors.
+    Workspaces of kernels and memory outside of tensors are not counted.
     """
 
     what = "the bytes of tensors that were alive at once"
@@ -78,14 +78,14 @@ class TensorPeaks:
         self._known = list({storage_id(tensor.untyped_storage()): tensor for tensor in known}.values())
 
     def left(self) -> int | None:
-        """Return half of the memory that the system, and the control group of this process, have left on a CPU."""
+        """Return half of the free memory of the system and of the control group on a CPU; None on other devices."""
         free = _free_on_the_host() if self._device.type == "cpu" else None
         return None if free is None else free // 2 + self._before
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Measure inside."""
-        free_memory(self._device)
+        release_memory(self._device)
         living = LiveTensors(self._known)
         try:
             with living:
@@ -108,7 +108,7 @@ def peaks_of(device: torch.device, known: Iterable[Tensor]) -> Peaks:
 
 
 def _free_on_the_host() -> int | None:
-    """Return the bytes that are free without swapping on Linux: of the machine, and of the control group."""
+    """Return the bytes that are free without swapping, in the machine and in the control group; None but on Linux."""
     if sys.platform != "linux":
         return None
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -127,10 +127,10 @@ def _number(path: str) -> int | None:
 
 
 class LiveTensors(TorchDispatchMode):
-    """A context that counts the bytes of the storages that operations make, from allocation to release.
+    """A context that counts the bytes of the storages that operations allocate, until their release.
 
-    Views count once. It works on the meta device too, where storages have a size and no numbers. `known`: tensors that
-    exist already and do not count. `maker` returns the owner of a storage that is made now, for `by`.
+    Views of a storage count once. On the meta device too, storages have a size. `known`: tensors that exist already
+    and do not count. `maker` returns the owner of a storage that is allocated now, for `by`.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
@@ -139,11 +139,11 @@ class LiveTensors(TorchDispatchMode):
         self.now = 0
         """Bytes alive."""
         self.peak = 0
-        """The most that were alive at once."""
+        """The maximum of `now`."""
         self.by: dict[Any, int] = {}
         """Bytes alive, by maker."""
         self._alive: dict[int, tuple[int, Any]] = {}
-        # Held, since a freed address could become that of another storage.
+        # References, since a freed address could become that of another storage.
         self._known = [tensor.untyped_storage() for tensor in known]
         self._addresses = {storage_id(storage) for storage in self._known}
 
@@ -167,9 +167,9 @@ class LiveTensors(TorchDispatchMode):
         self.now += size
         self.by[maker] = self.by.get(maker, 0) + size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._gone, key)
+        weakref.finalize(storage, self._released, key)
 
-    def _gone(self, key: int) -> None:
+    def _released(self, key: int) -> None:
         size, maker = self._alive.pop(key)
         self.now -= size
         self.by[maker] -= size

@@ -1,16 +1,15 @@
-"""Observers: objects that watch a run and cannot change it.
+"""Observers: who watches a run, where its numbers go, and how it is measured.
 
-They answer where the numbers of a run go, and how a run is measured. In reading order: console.py (header, rows, end)
-with table.py (numbers as text, rows that fit a width) and live.py (the progress bar); journal.py (every number as lines
-of JSON); loggers/ (experiment trackers); probes.py (a function of yours between updates, statistics by parameter),
-throughput.py (rows per second, utilization, memory), profiler.py (torch's profiler).
+In reading order: `console.py` (header, rows, end) with `table.py` (numbers as text, rows that fit a width) and
+`live.py` (the bar); `journal.py` (every number as lines of JSON); `loggers/` (experiment trackers); `probes.py` (a
+function of the user, statistics by parameter), `throughput.py` (rates, memory), `profiler.py` (torch's profiler).
 
-An observer gets records of plain numbers, and costs nothing in a step whose event it does not override. It runs on rank
-0 alone; all ranks need a `RunObserver` that has a `name`. After a resume the journal and the trackers hold each update
-once.
+Promises: an observer gets records of plain numbers, cannot change the run, and costs nothing in a step whose event it
+does not override. It runs on rank 0 alone; all ranks need a `RunObserver` that has a `name`. After a resume the journal
+and the trackers hold each update once.
 
 To write one: subclass `Observer`, override `on_...`, and give it as `observers=[...]`. One that measures the run: a
-`RunObserver` (probes.py) with its `Inspector` in `fit/inspection.py`, and a line in `inspectors_of`. A new event: a
+`RunObserver` (`probes.py`) with its `Inspector` in `fit/inspection.py`, and a line in `inspectors_of`. A new event: a
 method of `Observer`, its name in `protocols.EVENTS`, and a caller that asks `listeners`. The callers: `on_update`
 `update/reporter.py`; `on_validate`, `on_epoch` `fit/boundary.py`; `on_save` `fit/saving.py`; `on_fit_start`,
 `on_fit_end` `fit/context.py`; the others `fit/inspection.py`.

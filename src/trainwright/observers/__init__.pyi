@@ -1,12 +1,10 @@
-from trainwright.core.model_statistics import ModelStatistics, ParameterStatistics
 from trainwright.core.records import Best, Saved, Update, Validation
-from trainwright.core.speed import Speed
 from trainwright.observers.console import Console
 from trainwright.observers.journal import Journal, journal_to_csv, read_journal
 from trainwright.observers.loggers.tensorboard import TensorBoardLogger
-from trainwright.observers.probes import Probe, Statistics
+from trainwright.observers.probes import ModelStatistics, ParameterStatistics, Probe, Statistics
 from trainwright.observers.profiler import Profile
-from trainwright.observers.throughput import Throughput
+from trainwright.observers.throughput import Speed, Throughput
 
 __all__ = [
     "Best",

@@ -28,14 +28,14 @@ from trainwright.observers.table import (
 from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.core.speed import Speed
+    from trainwright.observers.throughput import Speed
 
 WIDEST = 100
-"""No line is wider, on any terminal or in any file."""
+"""The widest line in characters, on a terminal or in a file."""
 WORTH_SAYING = 1.0
-"""Seconds of waiting, for saves or for data, that are worth a line at the end of a run."""
+"""Seconds of waiting, for saves or for data, from which the end of a run reports them."""
 MUCH = 0.25
-"""Share of the time that training waited for data, from which the last line reports it."""
+"""The share of the time spent waiting for data from which the last line reports it."""
 
 
 @suggests
@@ -58,9 +58,9 @@ class Console(Observer):
         self._speeds: list[Speed] = []
         """Speeds since the last line of speed."""
         self._noted = False
-        """Whether a line of this run has given the reason of a missing number."""
+        """Whether a line of this run has explained a missing number."""
         self._seconds = self._waited = 0.0
-        """Time of training so far, and the part of it that was spent waiting for data."""
+        """Seconds of training so far, and of those the seconds spent waiting for data."""
 
     @property
     def stream(self) -> TextIO:
@@ -225,7 +225,7 @@ def _arithmetic(plan: Plan) -> list[str]:
 
 
 def _courses(history: Sequence[Mapping[str, float]], watched: Sequence[str]) -> dict[str, list[float]]:
-    """Return the course of losses and watched numbers: four at most, losses of further sets are dropped first."""
+    """Return losses and watched numbers over the history: at most four; losses of further sets are dropped first."""
     known = list(dict.fromkeys(name for row in history for name in row))
     sets = [name for name in known if is_set_loss(name, known)]
     values = {name: [row[name] for row in history if name in row] for name in known}

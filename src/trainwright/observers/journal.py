@@ -1,4 +1,4 @@
-"""The journal: every number of a run as lines of JSON, which survive a crash, continue after a resume, read back."""
+"""The journal: every number of a run as lines of JSON, which survive a crash and continue after a resume."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from trainwright.core.suggestions import suggests
 from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.core.model_statistics import ModelStatistics
-    from trainwright.core.speed import Speed
+    from trainwright.observers.probes import ModelStatistics
+    from trainwright.observers.throughput import Speed
 
 LONGEST_LINE = 1 << 26
-"""Bytes of a line; a longer one, or a file without line ends, is no journal."""
+"""The most bytes of a line: a file with a longer one, or without line ends, is no journal."""
 _DEEPEST = 32
-"""Nested values of a record; those that are written have four levels at most."""
+"""The most levels of a record; written ones have at most four."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""First characters by which a spreadsheet takes a cell for a formula."""
+"""First characters of a cell that a spreadsheet reads as a formula."""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 
@@ -41,10 +41,10 @@ class Journal(Observer):
     to the system as they are written, so that a complete checkpoint never holds updates that the journal lacks. NaN and
     infinity are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
 
-    A save is written when the checkpoint is complete, some updates later than the one that it is of. A checkpoint that
-    became complete right before a crash may have no such line.
+    A save is written when its checkpoint is complete, some updates after the update that it saves. A checkpoint that
+    was complete right before a crash may have no such line.
 
-    An existing file is appended to where it begins with a record; DataError for any other. SettingError for a path
+    An existing journal is appended to; DataError for a file that does not begin with a record. SettingError for a path
     that is no regular file: a device or a pipe cannot be read back on resume.
     """
 
@@ -63,7 +63,7 @@ class Journal(Observer):
         self._file: TextIO | None = None
         self._start: dict[str, Any] = {}
         self._held_back = self._resumed = 0
-        """Skipped updates of this stage, so far and at its resume: `Progress.updates` does not count them."""
+        """Skipped updates of this stage: so far, and at its resume. `Progress.updates` does not count them."""
 
     def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
         """Drop the records of the last run in the file after `update` and so many skipped updates: they will be redone.
@@ -163,8 +163,8 @@ class Journal(Observer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _end_last_line(self.path)
-        # By lines: checkpoints are written in the background, and a kill may come as soon as one is complete.
-        # A lone surrogate, of a file name that is no UTF-8, is written as JSON's escape of it.
+        # Line buffering: a process may be killed as soon as a checkpoint, written in the background, is complete.
+        # A lone surrogate, from a file name that is not UTF-8, is written as its JSON escape.
         self._file = self.path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace", newline="\n")
         self._write(self._start)
 
@@ -175,20 +175,20 @@ class Journal(Observer):
 
     def _cut(self, update: int, held_back: int, *, goes_on: bool) -> None:
         lines = _lines(self.path)
-        behind = lines[_last_run(lines) :]
+        last_run = lines[_last_run(lines) :]
         at = (update, held_back, not goes_on)
-        places = ((_position(one), _held_back(one), _is_final(one)) for _, one in behind)
-        cut = next((n for n, place in enumerate(places) if place > at), len(behind))
-        if cut == len(behind):
+        places = ((_position(one), _held_back(one), _is_final(one)) for _, one in last_run)
+        cut = next((n for n, place in enumerate(places) if place > at), len(last_run))
+        if cut == len(last_run):
             return
-        later_saves = [record for _, record in behind[cut:] if _is_save(record) and _position(record) <= update]
-        os.truncate(self.path, behind[cut][0])
+        later_saves = [record for _, record in last_run[cut:] if _is_save(record) and _position(record) <= update]
+        os.truncate(self.path, last_run[cut][0])
         with self.path.open("a", encoding="utf-8", errors="backslashreplace", newline="\n") as file:
             file.writelines(_line(record) for record in later_saves)
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a journal, oldest first; a last line that a crash has torn is left out.
+    """Return the records of a journal, oldest first, without a last line that a crash has cut off.
 
     DataError, with the number of the line, for a line that is no record, and for a path that is no regular file.
     """
@@ -198,8 +198,8 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str]) -> None:
     """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number.
 
-    Texts that begin with ``=``, ``+``, ``-``, ``@``, a tab or a carriage return get an apostrophe in front: a
-    spreadsheet would else run them as formulas. Numbers are written as they are.
+    Texts that begin with ``=``, ``+``, ``-``, ``@``, a tab or a carriage return get an apostrophe in front: otherwise a
+    spreadsheet would run them as formulas. Numbers are written as they are.
     """
     target = local_path(csv_path, "journal_to_csv(..., {})", file=True)
     rows = [_flat(record) for record in read_journal(path) if record["event"] in ("update", "validate", "epoch")]
@@ -214,7 +214,7 @@ def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str
 
 
 def _cell(value: Any) -> Any:
-    """Return a value as a cell that no spreadsheet takes for a formula."""
+    """Return a value as a cell that no spreadsheet reads as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
@@ -226,7 +226,7 @@ def _irregular(path: Path) -> str:
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the records with the byte each starts at."""
+    """Return the records, each with the offset of its line in bytes."""
     if kind := _irregular(path):
         what = f"{path} cannot be read as a journal"
         raise DataError(what, have=kind, want="a regular file", where=False)
@@ -241,7 +241,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether this is the beginning of a record cut off by a crash, or the zeros that a power cut leaves."""
+    """Return whether a line is a record cut off by a crash, or the zeros that a power failure leaves."""
     if line.endswith(b"\n") or len(line) >= LONGEST_LINE:
         return False
     line, head = line.rstrip(b"\0"), b'{"event":'

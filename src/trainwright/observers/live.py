@@ -61,8 +61,8 @@ class LiveBar(Observer):
             file=self._stream,
             ncols=self._width,
             leave=False,
-            miniters=1,  # tqdm's own guess starves where the pace changes
-            delay=0.2,  # an epoch that is over at once draws nothing
+            miniters=1,  # tqdm's own estimate skips redraws when the rate drops
+            delay=0.2,  # a very short epoch draws nothing
             ascii=printable("█", self._stream.encoding) != "█",
         )
         self._bar.name = name
@@ -91,7 +91,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     def format_dict(self) -> dict[str, Any]:
         """The fields that tqdm formats the line from."""
         fields = dict(super().format_dict)
-        encoding, parts = getattr(self.fp, "encoding", None), self._parts(fields)
+        encoding, parts = self.fp.encoding, self._parts(fields)
         head = f" epoch {self.name} "
         widest = fields["ncols"] - len(head)
         least = _LEAST_BAR + 1 if self.total else 0

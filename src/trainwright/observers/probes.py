@@ -1,35 +1,40 @@
-"""Measures a run between updates: by a function of yours, without a trace; by norms and zeros of each parameter."""
+"""Measures a run between updates: by a function of the user; by norms and zeros of each parameter."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
+from trainwright.core.checks import settings_text
 from trainwright.core.durations import Duration, Epochs, Updates, check_duration
 from trainwright.core.errors import SettingError, message
-from trainwright.core.model_statistics import ModelStatistics
 from trainwright.core.suggestions import suggests
 from trainwright.protocols import Observer
+
+_NAME = 36
+"""Characters of a parameter's name in a table."""
 
 
 class RunObserver(Observer):
     """An observer that measures the run itself at boundaries between updates, and changes nothing.
 
-    It holds the settings; what it measures with is an `Inspector` of each run (`fit/inspection.py`), since a run is no
-    concern of this package, and one observer may watch several.
+    It has the settings alone; an `Inspector` for each run (`fit/inspection.py`) measures, since one observer may watch
+    several runs.
     """
 
     name = ""
-    """With its settings: all ranks must have it. Empty where rank 0 alone may."""
+    """Class and settings, which all ranks must have alike; "" where rank 0 alone may have it."""
 
 
 @suggests
 class Probe(RunObserver):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 
-    The model is then in eval mode with the weights that count (averaged ones, where there are any), under no_grad and
-    the run's autocast, and afterwards everything is as it was: modes, random state, `trainer.state`, gradients. The
-    numbers are in the record of the next update, and in the epoch's row as means over its probes.
+    `fn` runs in eval mode, with averaged weights where there are any, under no_grad and the autocast of the run.
+    Modes, random state, `trainer.state` and gradients are restored afterwards. The numbers are in the record of the
+    next update, and in the row of the epoch as means over its probes.
     """
 
     def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Duration = Epochs(1)) -> None:  # noqa: B008
@@ -40,18 +45,18 @@ class Probe(RunObserver):
         check_duration(every, "every", call="Probe({})")
         self.fn = fn
         self.duration = every
-        self.name = f"Probe({getattr(fn, '__name__', repr(fn))})"
+        self.name = f"Probe({settings_text(fn)})"
 
 
 @suggests
 class Statistics(RunObserver):
-    """Has a run call `on_statistics` of all observers with its `ModelStatistics`, each `every` updates.
+    """Sends `ModelStatistics` to `on_statistics` of all observers, once every `every` updates.
 
-    They hold norm, maximum and zeros of each parameter of the model and of the gradient that it was moved by, and how
-    far the update has moved it. `parameters`: a pattern of their names, such as "head.*". The numbers are of one
-    update, computed on the device and read in one transfer; the weights are copied for that update. Others cost
-    nothing. The journal and TensorBoard write them, and `latest` holds them. Of several processes rank 0
-    measures; all need the same `Statistics`. SettingError for a model in shards, and where the pattern names nothing.
+    They are norm, maximum and share of zeros of each parameter and of its gradient, and the size of its change by the
+    update. `parameters`: a pattern of names, such as "head.*". They are computed on the device and read in one
+    transfer; the weights are copied for that update, and other updates cost nothing. The journal and TensorBoard write
+    them, and `latest` has the last ones. Of several processes rank 0 measures; all need the same `Statistics`.
+    SettingError for a sharded model, and for a pattern that matches nothing.
     """
 
     def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008
@@ -67,5 +72,68 @@ class Statistics(RunObserver):
         """The last statistics."""
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
-        """Keep it."""
+        """Store them as `latest`."""
         self.latest = statistics
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterStatistics:
+    """One parameter after an update: its values, its gradient, and its change by the update.
+
+    A NaN in a tensor makes its norm and maximum NaN, and counts as not finite and not as a zero.
+    """
+
+    elements: int
+    weight_norm: float
+    weight_max: float
+    """The largest absolute value."""
+    weight_zeros: float
+    """The share of elements that are zero, 0 to 1."""
+    weight_nonfinite: int
+    """The number of elements that are NaN or infinite."""
+    grad_norm: float | None = None
+    """The norm of the gradient that the optimizer uses: of the complete window, unscaled, clipped; None without one."""
+    grad_max: float | None = None
+    grad_zeros: float | None = None
+    grad_nonfinite: int = 0
+    update_norm: float = 0.0
+    """The norm of the change by the update."""
+    before: float = 0.0
+    """The norm of the parameter before the update."""
+
+    @property
+    def update_ratio(self) -> float:
+        """`update_norm` over `before`: about 1e-3 is usual; NaN for zeros that did not change."""
+        if self.before:
+            return self.update_norm / self.before
+        return math.inf if self.update_norm else math.nan
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatistics:
+    """All parameters of a model after an update; `print` shows a table."""
+
+    epoch: int
+    """Finished epochs over all stages."""
+    update: int
+    """Updates applied so far over all stages."""
+    parameters: Mapping[str, ParameterStatistics]
+
+    def __str__(self) -> str:
+        head = f"{'parameter':<{_NAME}}{'weight':>10}{'gradient':>10}{'largest':>10}{'zeros':>7}{'moved':>10}"
+        return "\n".join([f"update {self.update}", head, *(_line(*named) for named in self.parameters.items())])
+
+
+def _line(name: str, statistics: ParameterStatistics) -> str:
+    """Return a row of the table: norms of weight and gradient, the gradient's maximum and zeros, the update ratio."""
+    name = name if len(name) < _NAME else f"…{name[2 - _NAME :]}"
+    zeros = "-" if statistics.grad_zeros is None else f"{statistics.grad_zeros:.0%}"
+    bad = statistics.weight_nonfinite + statistics.grad_nonfinite
+    note = f"  {bad} not finite" if bad else ""
+    values = (statistics.weight_norm, statistics.grad_norm, statistics.grad_max)
+    norms = "".join(f"{_short(value):>10}" for value in values)
+    return f"{name:<{_NAME}}{norms}{zeros:>7}{_short(statistics.update_ratio):>10}{note}"
+
+
+def _short(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3g}"

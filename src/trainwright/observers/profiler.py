@@ -20,19 +20,18 @@ from trainwright.observers.table import number, printable
 
 _NAME = 54
 _STEP = "ProfilerStep"
-"""What torch calls the range of all that is recorded; its own time is that of no operation."""
+"""Torch's name of the range of a profiled step; its own time belongs to no operation."""
 
 
 @suggests
 class Profile(RunObserver):
-    """Has torch's profiler record `updates` updates of each `fit`, from the one that follows the first `after`.
+    """Records `updates` updates of each `fit` by torch's profiler, after the first `after` ones.
 
     It writes `updates-11-15.json.gz` to `directory`, which chrome://tracing and ui.perfetto.dev open, and prints the
-    `rows` operations that take the most time of their own, per update (0 prints none). The update before the first
-    one warms the profiler up. `memory`, `shapes` and `stacks` (the lines of Python) are recorded where they are asked
-    for, each at a price. What happens between the updates, such as a validation, is recorded too. Outside these
-    updates it costs nothing; the loop pauses before and after them, and the run is the same one without it. Of
-    several processes the first is profiled; all need the same `Profile`.
+    `rows` operations with the most self time per update (0 prints none). The update before the first one is the
+    warm-up. `memory`, `shapes` and `stacks` (Python lines) are recorded on request, each at a cost. Work between the
+    updates, such as a validation, is recorded too. Other updates cost nothing, and no result of the run changes. Of
+    several processes rank 0 is profiled; all need the same `Profile`.
     """
 
     def __init__(
@@ -56,7 +55,7 @@ class Profile(RunObserver):
         self._records: dict[str, Any] = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stacks}
         self._profiler: Any = None
         self._coming = self._begun = self._before = 0
-        """The first update to record, and the one that was; 0 for none. Updates before this stage."""
+        """The first update to record, the first recorded one (0 for none), and the updates before this stage."""
         self._on_cuda = False
 
     def expect(self, update: int, *, before: int) -> None:
@@ -75,7 +74,7 @@ class Profile(RunObserver):
         self.directory.mkdir(parents=True, exist_ok=True)
         self._on_cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
-        steps = schedule(wait=0, warmup=1, active=1, repeat=1)  # a step of its own is all the updates
+        steps = schedule(wait=0, warmup=1, active=1, repeat=1)  # one step of the profiler spans all updates
         self._profiler = profile(activities=activities, schedule=steps, acc_events=True, **self._records)
         self._profiler.start()
 

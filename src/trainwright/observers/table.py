@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from trainwright.core.records import Validation
 
 WIDE_FIRST = ("data", "rows/s", "time")
-"""Columns that are dropped first where a row is too wide, in this order, and without a line."""
+"""Columns that are dropped first where a row is too wide, in this order and without a notice."""
 
 _KEPT = ("epoch", "loss", "val_loss", "best")
 
@@ -21,10 +21,10 @@ _PLAIN = str.maketrans(f"{_LEVELS}●·→{_NOT_FINITE}", "_.-:=+*#*|>x")
 class ConsoleTable:
     """Rows of validations and epochs under one header, no wider than `width`.
 
-    A column appears with the first number that needs it, and the header is then printed again. Where the row is too
-    wide, columns are dropped: first `WIDE_FIRST`, then training's metrics that validation has too, learning rates,
-    other numbers (the last first, losses of several validation sets after the rest), `skipped` and `update`; at the
-    very end the `watched` ones. A line names all but `WIDE_FIRST`.
+    A column appears with its first number, and the header is then printed again. Columns of a row that is too wide are
+    dropped: first `WIDE_FIRST`, then metrics of training that validation has too, learning rates, other numbers (the
+    last first, losses of several validation sets after the rest), `skipped` and `update`, and last the `watched` ones.
+    A line names the dropped columns but for `WIDE_FIRST`.
     """
 
     def __init__(self, width: int, *, watched: Sequence[str] = ()) -> None:
@@ -55,7 +55,7 @@ class ConsoleTable:
         return [*missing, self._line({name: name for name in self._shown})]
 
     def _line(self, cells: Mapping[str, str]) -> str:
-        gap = 2  # beside one space that is always there; a long number takes the gap and shifts no other column
+        gap = 2  # besides one space between columns; a long number uses up the gap and shifts no other column
         columns = ((text, _WIDTHS.get(name, max(len(name), 8)) + gap) for name, text in cells.items())
         return "".join(f" {text:>{width}}" for text, width in columns)[gap:]
 
@@ -137,7 +137,7 @@ def joined(parts: Iterable[str], width: int, *, start: str = "") -> list[str]:
 
 
 def printable(text: str, encoding: str | None) -> str:
-    """Return the text as it is, or in plain letters where the encoding of a stream has no others."""
+    """Return the text, with ASCII in place of characters that the encoding of a stream lacks."""
     try:
         text.encode(encoding or "utf-8")
     except UnicodeEncodeError:
@@ -156,7 +156,7 @@ def _cells(record: Validation) -> dict[str, str]:
         cells["best"] = f"{record.waited}/{record.patience}"
     if record.seconds > 0:
         cells["time"] = duration(record.seconds)
-        # A run that was resumed at an epoch's end has trained on none of it.
+        # A run that is resumed at the end of an epoch has trained on no row of it.
         cells["rows/s"] = amount(record.rows / record.seconds) if record.rows else "-"
         cells["data"] = f"{record.waiting:.0%}"
     if record.skipped:

@@ -3,28 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from numbers import Real
 
 from trainwright.core.durations import Duration, Epochs, Seconds, Updates, check_duration
 from trainwright.core.errors import SettingError
-from trainwright.core.speed import Speed, together
 from trainwright.core.suggestions import suggests
 from trainwright.observers.probes import RunObserver
 from trainwright.observers.table import amount, byte_size, joined
 
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
+INPUT_BOUND = 0.1
+"""The share of the time spent waiting for data from which a run is input-bound."""
 
 
 @suggests
 class Throughput(RunObserver):
-    """Has a run call `on_speed` of all observers with its `Speed`: after each `every`, and at the end of each epoch.
+    """Sends `Speed` to `on_speed` of all observers, each time `every` has passed and at the end of each epoch.
 
-    The console prints a line per epoch, the journal writes every record, and an observer of your own gets them as
-    `on_speed`. `flops_per_row`: operations of one row forward and backward; by default they are counted once, on
-    the meta device, where the steps are the default ones. `peak`: operations per second that one device can do; by
-    default its maker's figure for dense bfloat16, where the device is known by name. Between two reports it costs
-    nothing, and it never waits for the device.
+    The console prints a line per epoch, and the journal writes every record. `flops_per_row`: operations of forward and
+    backward for one row; by default they are counted once on the meta device, if the steps are the default ones.
+    `peak`: operations per second of one device; by default the vendor's figure for dense bfloat16, if the device is in
+    the table of `modules/flops.py`. It costs nothing between two reports, and never waits for the device.
     """
 
     def __init__(
@@ -43,9 +44,92 @@ class Throughput(RunObserver):
         self.peak = _positive("peak", peak, "989e12")
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Speed:
+    """The speed of training between two reports, without validations, probes and saves; over all processes."""
+
+    epoch: int
+    """Finished epochs over all stages."""
+    update: int
+    """Updates applied so far over all stages."""
+    seconds: float
+    """The time between the two reports."""
+    rows: int
+    updates: int
+    waited: float
+    """Seconds of it spent waiting for data."""
+    flops_per_row: float | None = None
+    """Floating-point operations of forward and backward for one row; a multiply-add is two."""
+    peak: float | None = None
+    """The peak rate of all devices together, in operations per second."""
+    looks: int = 0
+    """How often the host has checked, after launching an update, whether the accelerator was still at work."""
+    busy: int = 0
+    """How often it was."""
+    memory: Mapping[str, int] = field(default_factory=dict)
+    """Bytes of rank 0 by kind: `parameters`, `gradients`, `optimizer` and `buffers`, of its own shards;
+    on CUDA those of the allocator, `allocated`, `reserved` and `peak` so far; on the CPU those of the `process`."""
+    note: str = ""
+    """Why `mfu` is None."""
+
+    @property
+    def rows_per_second(self) -> float:
+        """Rows trained on per second."""
+        return self.rows / self.seconds
+
+    @property
+    def updates_per_second(self) -> float:
+        """Applied updates per second."""
+        return self.updates / self.seconds
+
+    @property
+    def waiting(self) -> float:
+        """Share of the time spent waiting for data, 0 to 1."""
+        return min(1.0, self.waited / self.seconds)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilization (PaLM, arXiv 2204.02311, B): operations of the model per second over the peak."""
+        if self.flops_per_row is None or self.peak is None:
+            return None
+        return self.rows_per_second * self.flops_per_row / self.peak
+
+    @property
+    def bound(self) -> str:
+        """The bottleneck: "input", or on an accelerator "compute" or "launch"; "" where it is unknown.
+
+        An accelerator that is mostly still at work after the host has launched an update is the bottleneck; one that
+        is idle waits for launches. On a CPU both are the same processor.
+        """
+        if self.waiting >= INPUT_BOUND:
+            return "input"
+        if not self.looks:
+            return ""
+        return "compute" if 2 * self.busy > self.looks else "launch"
+
+
+def merged(speeds: Sequence[Speed]) -> Speed:
+    """Return one record for consecutive ones; memory is that of the last."""
+    last = speeds[-1]
+    return Speed(
+        epoch=last.epoch,
+        update=last.update,
+        seconds=sum(speed.seconds for speed in speeds),
+        rows=sum(speed.rows for speed in speeds),
+        updates=sum(speed.updates for speed in speeds),
+        waited=sum(speed.waited for speed in speeds),
+        flops_per_row=last.flops_per_row,
+        peak=last.peak,
+        looks=sum(speed.looks for speed in speeds),
+        busy=sum(speed.busy for speed in speeds),
+        memory=last.memory,
+        note=last.note,
+    )
+
+
 def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> list[str]:
-    """Return what a console says of stretches of training that follow one another; `notes`: why a number is missing."""
-    speed = together(speeds)
+    """Return the lines of the console for consecutive records; `notes`: with the reason for a missing number."""
+    speed = merged(speeds)
     parts = [f"{amount(speed.rows_per_second)} rows/s", f"{_short(speed.updates_per_second)} updates/s"]
     parts.append(f"{speed.waiting:.0%} waiting for data")
     if speed.mfu is not None:
@@ -57,12 +141,12 @@ def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> l
 
 
 def _short(value: float) -> str:
-    """A rate that may be well below one."""
+    """Format a rate, which may be well below one."""
     return amount(value) if value >= 100 else f"{value:.3g}"
 
 
 def _positive(name: str, value: float | None, example: str) -> float | None:
-    """Refuse what is no amount of operations."""
+    """Return a number of operations; SettingError for a value that is none."""
     if value is None or (
         isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0
     ):

@@ -7,10 +7,9 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.core.device import place_state
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.torch_private import is_wrapped_by_scheduler
@@ -123,7 +122,7 @@ def _disabled(optimizer: Optimizer, dtype: str) -> str:
 
 def has_scheduler(optimizer: Any) -> bool:
     """Return whether a torch scheduler was built on this optimizer: it wraps `step`, and never removes the wrapper."""
-    return is_wrapped_by_scheduler(getattr(optimizer, "step", None))
+    return is_wrapped_by_scheduler(optimizer.step)
 
 
 def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:
@@ -156,6 +155,31 @@ def check_saved_schedulers(
             want=f"its state in parts() or in self.state; a scheduler that is deleted leaves its mark: {CLEARED}",
             fix='def parts(self): return {**super().parts(), "scheduler": self.scheduler}',
         )
+
+
+def place_state(optimizer: Optimizer) -> None:
+    """Move an optimizer's state to the devices of its parameters (`load_state_dict` does it)."""
+    state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
+    if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
+        saved = optimizer.state_dict()
+        optimizer.load_state_dict(saved)
+        keep_dtypes(optimizer, saved)
+
+
+def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+    """Give a state that was just loaded the dtypes that it was saved with; for weights whose dtypes are as they were.
+
+    Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
+    """
+    if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
+        return  # an optimizer with a method of its own keeps its dtypes
+    parameters = parameters_in(optimizer)
+    numbers = [number for group in saved["param_groups"] for number in group["params"]]
+    for parameter, number in zip(parameters, numbers, strict=True):
+        for key, value in saved["state"].get(number, {}).items():
+            now = optimizer.state[parameter].get(key)
+            if key != "step" and type(now) is type(value) is Tensor and now.dtype != value.dtype:
+                optimizer.state[parameter][key] = value.detach().to(now.device, copy=True)
 
 
 def _scheduler_states(tree: Any) -> int:

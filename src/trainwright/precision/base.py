@@ -1,4 +1,4 @@
-"""Base classes of a precision and of a loss scale: each method does nothing unless a subclass overrides it."""
+"""Base classes of a precision and of a loss scale, whose methods are no-ops unless a subclass overrides them."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class Precision:
         """Change the model in place, on its device, before optimizers are made of its parameters."""
 
     def switches(self) -> AbstractContextManager[Any]:
-        """Return a context in which the process-wide settings of this precision are set: TF32 of `MixedPrecision`."""
+        """Return a context that sets process-wide switches of this precision, such as TF32; a no-op here."""
         return nullcontext()
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
-        """Return a context to enter around every step, again and again; None here: dtypes stay as they are."""
+        """Return a context that is entered around every step; None here: no autocast."""
         return None
 
     def loss_scale(self, device_type: str) -> LossScale | None:

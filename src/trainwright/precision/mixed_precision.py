@@ -1,7 +1,8 @@
-"""Mixed precision: autocast around the step, a dynamic loss scale for fp16, TF32."""
+"""Mixed precision: autocast around the step, a dynamic loss scale for fp16, TF32 for float32 matrix products."""
 
 from __future__ import annotations
 
+import warnings
 from array import array
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,7 +15,6 @@ from torch import Tensor
 
 from trainwright.core.checks import check_form, is_amount, is_count
 from trainwright.core.errors import SettingError, message
-from trainwright.core.process_state import matmul_precision, matmul_precisions, unwarned
 from trainwright.core.suggestions import suggests
 from trainwright.precision.base import LossScale, Precision
 
@@ -81,6 +81,36 @@ def _tf32() -> Iterator[None]:
             torch.set_float32_matmul_precision(before)
         for backend, precision in backends:
             backend.fp32_precision = precision
+
+
+def matmul_precision() -> str | None:
+    """Return the process's float32 matmul precision; None where backends were set one by one."""
+    try:
+        with unwarned():
+            return torch.get_float32_matmul_precision()
+    except RuntimeError:
+        return None
+
+
+def matmul_precisions() -> list[tuple[Any, str]]:
+    """Return the backends with a float32 precision of their own for matrix products (torch 2.9 on), with it."""
+    return with_precision(torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
+
+
+def with_precision(*backends: Any) -> list[tuple[Any, str]]:
+    """Return those of the backends that have a float32 precision of their own, with it."""
+    return [(backend, backend.fp32_precision) for backend in backends if hasattr(backend, "fp32_precision")]
+
+
+@contextmanager
+def unwarned() -> Iterator[None]:
+    """Suppress the warnings of torch's older switches for float32 products, the only ones that all versions have.
+
+    Torch 2.9 and some later versions warn when these are read or set.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
+        yield
 
 
 class LossScaler(LossScale):

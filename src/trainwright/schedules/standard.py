@@ -345,7 +345,7 @@ class FunctionSchedule(BuiltinSchedule):
         except ValueError:
             return  # a builtin without a signature
         except TypeError as error:
-            name = getattr(self.fn, "__name__", repr(self.fn))
+            name = settings_text(self.fn)
             raise SettingError(
                 f"{name} is no schedule: {error}",
                 want="a function of (update, total) that returns a factor of the rate",

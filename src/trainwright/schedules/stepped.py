@@ -255,7 +255,7 @@ def _takes_total(factory: Callable[..., Any]) -> bool:
     if _accepts(signature, "optimizer", "total") and not (isinstance(factory, type) and not by_name):
         return True
     raise SettingError(
-        f"TorchSchedule({getattr(factory, '__name__', factory)!s}{signature})",
+        f"TorchSchedule({settings_text(factory)}{signature})",
         want="a function of (optimizer), or of (optimizer, total)",
         fix="TorchSchedule(lambda optimizer, total: OneCycleLR(optimizer, 0.1, total_steps=total))",
     )

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from trainwright.core.checks import check_number, check_whole
+from trainwright.core.device import is_out_of_memory, release_memory
 from trainwright.core.errors import DataError, SettingError
-from trainwright.core.memory import free_memory, is_out_of_memory
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import mapping_like, sequence_like, tensors_in
@@ -174,7 +174,7 @@ class _Trials:
                 raise
             traceback.clear_frames(error.__traceback__)  # its frames hold the computed tensors
         self._before.restore()
-        free_memory(self.trainer.device)
+        release_memory(self.trainer.device)
         fits = found is not None and (self._limit is None or found <= self._limit)
         self.made.append(Fitting(rows=rows, bytes=found, fits=fits))
         return fits

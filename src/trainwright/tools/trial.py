@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.errors import DataError, SettingError, message
-from trainwright.core.process_state import switches_restored
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
 from trainwright.data.data_state import is_stateful
@@ -26,6 +25,7 @@ from trainwright.metrics.metric_set import MetricSet
 from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name
 from trainwright.precision.mixed_precision import as_precision
+from trainwright.tools.process_switches import switches_restored
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.trainer import HOOKS, Trainer
 from trainwright.update.hooks import overridden

@@ -151,7 +151,7 @@ def no_loss(trainer: TrainerLike, target: Any) -> Exception:
 def _takes(model: Any, inputs: Any) -> bool:
     """Return whether a model can be called with these inputs; True for one without a signature."""
     try:
-        signature = inspect.signature(getattr(model, "forward", model))
+        signature = inspect.signature(model.forward)
         signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
     except TypeError:
         return False
@@ -203,7 +203,7 @@ def _kind(value: Any) -> str:
 
 
 def _other_keys(model: Any, inputs: Mapping[Any, Any]) -> DataError:
-    parameters = inspect.signature(getattr(model, "forward", model)).parameters
+    parameters = inspect.signature(model.forward).parameters
     names = [name for name, one in parameters.items() if one.default is one.empty]
     have, fix = ", ".join(map(repr, inputs)), ""
     if any(isinstance(value, tuple | list | Mapping) for value in inputs.values()):  # as `together` gives them

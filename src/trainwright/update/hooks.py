@@ -25,6 +25,8 @@ class Hooks:
     split: Callable[[Any], tuple[Any, Any]]
     move: Callable[[Any], Any] | None
     """`to_device`, or a transfer ahead of a CUDA device; None where batches are on the device already."""
+    free: Callable[[], None]
+    """Frees the memory of transfers; a no-op where they have none."""
     count: Callable[[Any], Count] | None
     """`count`, or None where no count is known before the step: then rows are counted, or the step finds the count."""
     rows: Callable[[Any], int]
@@ -62,10 +64,12 @@ def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
     return {name for name in hooks if getattr(cls, name) is not getattr(base, name)}
 
 
-def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None) -> Hooks:
+def read_hooks(
+    trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None, free: Callable[[], None] = lambda: None
+) -> Hooks:
     """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments.
 
-    `move`: moves batches to the device.
+    `move`: moves batches to the device. `free`: frees the memory that it uses.
     """
     for name in sorted(own):
         check_arguments(trainer, name)
@@ -79,6 +83,7 @@ def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None
         known_loss=known,
         split=split,
         move=move,
+        free=free,
         count=partial(_count_on_host, trainer) if counts else trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
         # A custom step that calls the default one may add to the loss: it gets a plain mean.
@@ -102,9 +107,7 @@ def read_hooks(trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None
 
 def free_transfer_memory(hooks: Hooks) -> None:
     """Free the memory of transfers, after the last pass."""
-    free = getattr(hooks.move, "free", None)
-    if free is not None:
-        free()
+    hooks.free()
 
 
 def _number(monitor: str, metrics: Collection[str]) -> str:

@@ -7,7 +7,7 @@ import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from trainwright.core.checks import name_of
 from trainwright.core.errors import DataError, StepError
 from trainwright.core.records import Count, MeanLoss, StepOutput, SumLoss
 from trainwright.core.suggestions import RESERVED
@@ -92,9 +93,8 @@ def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
     """
     if output.ndim == target.ndim or not target.ndim or output.numel() == target.numel() == 1:
         return
-    name = type(loss).__name__ if isinstance(loss, nn.Module) else getattr(loss, "__name__", "the loss")
     raise DataError(
-        f"{name} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
+        f"{name_of(loss)} on an output {tuple(output.shape)} and a target {tuple(target.shape)}",
         have="shapes that torch broadcasts over one another, so that each row is compared with all others",
         want="an output and a target of one shape",
         fix=fix_of_shapes(output, target),
@@ -121,8 +121,8 @@ class KnownLoss:
     @property
     def _weight(self) -> Tensor | None:
         """The class weights as they are now: a module's may be replaced, or moved to another device."""
-        weight: Tensor | None = getattr(self.mean, "weight", self._options["weight"])
-        return weight
+        given = self.mean.weight if isinstance(self.mean, nn.Module) else self._options["weight"]
+        return cast("Tensor | None", given)
 
     def with_count(self, output: Tensor, target: Tensor, count: Count) -> StepLoss:
         """Return the loss of one of several micro-batches, with its count.

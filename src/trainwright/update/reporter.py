@@ -5,11 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from trainwright.core.durations import Epochs, Seconds, check_duration
+from trainwright.core.durations import Epochs, Seconds, TimeTrigger, Trigger, check_duration
 from trainwright.core.errors import SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.records import Update
-from trainwright.core.triggers import TimeTrigger, Trigger
 from trainwright.metrics.reduce import Sums, reduce_to_rank0
 from trainwright.protocols import Observer
 from trainwright.update.trainer_like import TrainerLike

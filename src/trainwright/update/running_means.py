@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping
 from numbers import Real
 from typing import TYPE_CHECKING, Any, cast
 
+import numpy as np
 from torch import Tensor
 
 from trainwright.core import host_reads
@@ -237,7 +238,7 @@ def number(name: str, value: Any) -> float | Tensor:
     """Return a number as it may be stored; SettingError for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1:
         return value.detach().clone()  # it may be changed in place later
-    if isinstance(value, Real) or getattr(value, "shape", None) == ():
+    if isinstance(value, Real | np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
         return cast(float, value)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
     raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix="its mean, say"))

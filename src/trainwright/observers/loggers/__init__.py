@@ -1,1 +1,1 @@
-"""Observers that write to experiment trackers."""
+"""Observers that write the numbers of a run to experiment trackers: `tensorboard.py`."""

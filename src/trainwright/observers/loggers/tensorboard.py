@@ -16,8 +16,8 @@ from trainwright.core.suggestions import suggests
 from trainwright.protocols import Observer
 
 if TYPE_CHECKING:
-    from trainwright.core.model_statistics import ModelStatistics
-    from trainwright.core.speed import Speed
+    from trainwright.observers.probes import ModelStatistics
+    from trainwright.observers.throughput import Speed
 
 
 @suggests
@@ -45,12 +45,12 @@ class TensorBoardLogger(Observer):
         self._validated = -1
 
     def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
-        """Hide events after `update`: it will be redone."""
+        """Hide events after `update`: the run repeats these updates."""
         self._close()
         self._hides = update + 1
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Begin a new file, with the first number."""
+        """Close the file of an earlier run; the first number opens a new one."""
         self._close()
         self._validated = -1
 
