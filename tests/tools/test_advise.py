@@ -26,7 +26,7 @@ from trainwright.modules import checkpoint_activations
 from trainwright.optim import Lamb
 from trainwright.tools import advising
 from trainwright.tools import techniques as offered
-from trainwright.tools.advice import FEWEST, SEVERAL, Effect, effect_of, noise_of, slow_loader
+from trainwright.tools.advising import FEWEST, SEVERAL, Effect, effect_of, noise_of, slow_loader
 from trainwright.tools.techniques import Technique, process_settings, techniques
 from trainwright.tools.timing import Phases, peak_memory
 from trainwright.tools.trial import open_afresh, traceless

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from trainwright.core.device import devices_of
 from trainwright.core.memory import is_out_of_memory
+from trainwright.core.records import StepOutput
 from trainwright.core.suggestions import nearest
 from trainwright.diagnostics.frames import MISSING, Failure, dtype_name, shown, tensors
 from trainwright.modules.freezing import layers_mixing_rows
@@ -375,7 +376,7 @@ def _called(failure: Failure) -> str:
 def _loss_without_a_graph(failure: Failure) -> Explanation | None:
     if not failure.in_backward:
         return None
-    output = getattr(failure.returned, "output", None)
+    output = failure.returned.output if isinstance(failure.returned, StepOutput) else None
     fix = "return the loss as it was computed: no detach(), item(), torch.tensor(loss) or torch.no_grad() around it"
     if isinstance(output, Tensor) and output.requires_grad:
         return Explanation("the output requires a gradient, and the loss that was made of it does not", fix)

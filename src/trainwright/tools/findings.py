@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -18,7 +17,7 @@ from trainwright.core.errors import StepError, listed, user_line
 from trainwright.core.torch_private import BatchNorm, tree_leaves
 from trainwright.core.trees import parameters_in
 from trainwright.data.opening import takes_batch_size
-from trainwright.tools.trial import ready, variant
+from trainwright.tools.trial import is_several, ready, variant
 from trainwright.trainer import Trainer
 
 UPDATES = 3
@@ -106,8 +105,8 @@ def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
     own = hooks.overrides_training_step or hooks.overrides_validation_step or hooks.overrides_evaluate
     if val is None and (own or hooks.overrides_update):
         return None
-    if isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
-        val = next(iter(val.values()))  # the first of several data sets; a dict of columns is one data set
+    if is_several(val):
+        val = next(iter(val.values()))
     watch, twin, batch = _Watch(trainer), _silent(trainer), batches[:1]
     if val is not None:
         batch = ready(twin, val, updates=1, batch_size=batch_size if takes_batch_size(val) else None)[:1]

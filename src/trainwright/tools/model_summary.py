@@ -22,7 +22,7 @@ from trainwright.core.trees import parameters_of, tensors_in
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.flops import twin_on
 from trainwright.modules.peak_memory import LiveTensors
-from trainwright.observers.table import amount, byte_size
+from trainwright.observers.table import aligned, amount, byte_size
 from trainwright.update.batches import split
 
 Call = Callable[[nn.Module, Any], Any]
@@ -140,9 +140,7 @@ class Summary:
     def table(self, depth: int | None = None) -> str:
         """Return the table as text, with modules down to `depth` (the model is at 0)."""
         layers = [layer for layer in self.layers if depth is None or layer.depth <= depth]
-        rows = [_HEAD, *map(_row, layers)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-        lines = ["  ".join(_placed(row, widths)).rstrip() for row in rows]
+        lines = aligned([_HEAD, *map(_row, layers)], left=2)
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self._totals()])
 
     def __str__(self) -> str:
@@ -174,11 +172,6 @@ def _row(layer: Layer) -> tuple[str, ...]:
     numbers = (layer.parameters, layer.trained, layer.buffers)
     flops = "?" if layer.uncounted else amount(layer.flops)
     return (name, shapes + times, *(f"{one:,}" for one in numbers), flops, byte_size(layer.kept))
-
-
-def _placed(row: tuple[str, ...], widths: list[int]) -> Iterator[str]:
-    for column, (text, width) in enumerate(zip(row, widths, strict=True)):
-        yield text.ljust(width) if column < 2 else text.rjust(width)
 
 
 def _why_not_meta(model: nn.Module) -> str:

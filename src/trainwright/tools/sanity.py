@@ -22,7 +22,7 @@ from trainwright.data.opening import takes_batch_size
 from trainwright.observers.probes import Probe
 from trainwright.observers.table import duration, number, rate
 from trainwright.protocols import Observer
-from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless, variant
+from trainwright.tools.trial import check_trainer, is_several, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
 
 _BY_LENGTH = ("schedule", "average")
@@ -126,7 +126,7 @@ def _run_once(
 
 def _held_out(val: Any, batch_size: int | None) -> Any:
     """Return two batches of each validation set."""
-    if isinstance(val, Mapping) and not all(hasattr(one, "shape") for one in val.values()):
+    if is_several(val):
         return {name: _held_out(one, batch_size) for name, one in val.items()}
     with rng_preserved():
         source = open_afresh(val, batch_size=batch_size if takes_batch_size(val) else None, role="val")

@@ -20,7 +20,7 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.data.opening import batches, open_source
 from trainwright.data.row_batches import Batches
 from trainwright.modules.activations import checkpoint_activations, is_recomputed
-from trainwright.tools.batch_search import joined
+from trainwright.tools.trial import joined
 from trainwright.trainer import Trainer
 
 COMPILING = 40.0
@@ -74,7 +74,7 @@ def _fused(trainer: Trainer[Any]) -> Technique:
     names = sorted({type(one).__name__ for one in optimizers})
     kind = next((name for name in names if name in dir(torch.optim)), "AdamW")
     why_not = ""
-    if any("fused" not in one.defaults or not hasattr(torch.optim, type(one).__name__) for one in optimizers):
+    if any("fused" not in one.defaults or type(one).__name__ not in dir(torch.optim) for one in optimizers):
         why_not = f"{' and '.join(names)} of this kind cannot be fused"
     elif all(group.get("fused") for one in optimizers for group in one.param_groups):
         why_not = "it is on"
@@ -174,11 +174,11 @@ def _in_memory(train: Any, *, seconds_per_row: float, patience: float) -> Techni
     technique = Technique(name="in memory", how=how, reads=True, same_numbers=False)
     data_set: Any = train.dataset if isinstance(train, DataLoader) else None
     if isinstance(train, Batches):
-        data_set = getattr(train._data, "dataset", None)
+        data_set = train.data_set
     source: Any = open_source(train) if isinstance(train, DataLoader | Batches) else None
     if source is not None and (source.in_memory or type(data_set) is TensorDataset):
         return replace(technique, why_not="it is on")
-    if data_set is None or isinstance(data_set, IterableDataset):
+    if source is None or data_set is None or isinstance(data_set, IterableDataset):
         return replace(technique, why_not="there is no map-style data set to read")
     reading = 2 * seconds_per_row * len(data_set)
     if reading > patience:

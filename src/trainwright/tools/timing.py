@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any, cast
 
 import torch
@@ -97,17 +97,9 @@ class Clock:
         aside: Any = source.beside()
         aside = copy.copy(source) if aside is source else aside
         epochs = aside.epoch
-
-        def passes() -> Iterator[Any]:
-            given = getattr(aside, "_given", None)  # known once the run has begun
-            for epoch in count():
-                if given is not None:
-                    aside._given = given  # a source that a run changes on the device expects one pass
-                yield from epochs(epoch)
-
         total = (self._warm + self._segments * self._updates) * self._every
         aside.length, aside.rows = total, None
-        aside.epoch = lambda epoch, skip=0: self._timed(passes(), total)
+        aside.epoch = lambda epoch, skip=0: self._timed(chain.from_iterable(map(epochs, count())), total)
         return cast(Source, aside)
 
     @property

@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.process_state import switches_restored
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
+from trainwright.core.trees import mapping_like, sequence_like
 from trainwright.data.data_state import is_stateful
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.opening import open_source
@@ -119,6 +124,54 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     if not found:
         raise DataError("data without a batch", want="at least one batch")
     return [found[index % len(found)] for index in range(number)]
+
+
+def is_several(val: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether these are several validation sets by name; a dict of arrays or tensors is one, by column."""
+    return isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values())
+
+
+def compact(batch: Any) -> Any:
+    """Return a batch whose tensors are not views of larger ones, which would stay in memory with it."""
+    if isinstance(batch, Tensor):
+        return batch.clone() if batch.untyped_storage().nbytes() > batch.nbytes else batch
+    if isinstance(batch, Mapping):
+        return mapping_like(batch, {key: compact(value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return sequence_like(batch, map(compact, batch))
+    return batch
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Return one batch with the rows of all, in containers of the same types; DataError for unequal shapes."""
+    first = batches[0]
+    if isinstance(first, Tensor | np.ndarray):
+        join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate
+        return _put_together(join, list(batches)) if first.ndim else first
+    if isinstance(first, Mapping):
+        return mapping_like(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, list | tuple):
+        return _in_row(first, batches)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        whole = copy.copy(first)
+        for field in dataclasses.fields(first):
+            object.__setattr__(whole, field.name, joined([getattr(batch, field.name) for batch in batches]))
+        return whole
+    return first
+
+
+def _in_row(first: Any, batches: Sequence[Any]) -> Any:
+    if not any(isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in first):
+        return type(first)(item for batch in batches for item in batch)  # one name, say, for each row
+    return sequence_like(first, [joined(list(column)) for column in zip(*batches, strict=True)])
+
+
+def _put_together(join: Any, parts: list[Any]) -> Any:
+    try:
+        return join(parts)
+    except (RuntimeError, ValueError, TypeError) as error:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts[:2])
+        raise DataError(f"batches of shapes {shapes} cannot be joined", want="rows of one shape") from error
 
 
 def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train") -> Any:
