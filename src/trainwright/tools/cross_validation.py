@@ -225,21 +225,19 @@ def _split(
         splitter = _splitter(folds, classes, groups=groups, seed=seed)
         kind = type(splitter)
         classes = classes if "Stratified" in kind.__name__ else None
-        reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith(
-            "sklearn."
-        )  # others of sklearn's warn
+        # Splitters of sklearn's that read no groups warn of them.
+        reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")
         with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
             start_random_state(mixed_seed(seed, 0))
             found = list(splitter.split(np.zeros(rows), classes, groups if reads_groups else None))
-        pairs = [(_array(train), _array(held_out)) for train, held_out in found]
-        if not pairs:
+        given = [(_array(train), _array(held_out)) for train, held_out in found]
+        if not given:
             raise ValueError("folds without one split")
     except (TypeError, ValueError) as error:
         want = "a number, a splitter of scikit-learn, or a pair (rows to train on, rows held out) for each fold"
         fix = f"folds=5 (from 2 to {rows}); for a stratified splitter also target=classes, the class of each row"
         raise SettingError(f"folds={folds!r}", have=first_line(error), want=want, fix=fix) from error
-    for index, pair in enumerate(pairs):
-        _check_fold(index, pair, rows=rows, groups=groups)
+    pairs = [_checked(pair, index, rows=rows, groups=groups) for index, pair in enumerate(given)]
     if validation is None:
         return pairs
     if all(train.max() < held_out.min() for train, held_out in pairs):  # a time series: trained on what comes before
@@ -275,15 +273,15 @@ def _drawn(share: float, train: Rows, *, classes: Any, groups: Any, seed: int) -
     return np.sort(train[fitted]), np.sort(train[validated])
 
 
-def _check_fold(index: int, fold: tuple[Rows, Rows], *, rows: int, groups: NDArray[Any] | None) -> None:
-    """Refuse what is no row number, and a row or a group on both sides."""
-    for part in fold:
+def _checked(pair: tuple[Any, Any], index: int, *, rows: int, groups: NDArray[Any] | None) -> tuple[Rows, Rows]:
+    """Return the rows of a fold as int64; refuse what is no row number, and a row or a group on both sides."""
+    for part in pair:
         listed = part.ndim == 1 and part.size and part.dtype.kind in "iu"
         if not listed or part.min() < 0 or part.max() >= rows or len(np.unique(part)) < len(part):
             have = f"{part.min()} to {part.max()}" if listed else f"{part.size} of {part.dtype}"
             want = f"row numbers from 0 to {rows - 1}, each once, at least one"
             raise SettingError(f"the rows of fold {index}", have=have, want=want)
-    owners = {"rows": fold} if groups is None else {"rows": fold, "groups": (groups[fold[0]], groups[fold[1]])}
+    owners = {"rows": pair} if groups is None else {"rows": pair, "groups": (groups[pair[0]], groups[pair[1]])}
     for what, (train, held_out) in owners.items():
         shared = np.intersect1d(train, held_out)
         if shared.size:
@@ -293,6 +291,7 @@ def _check_fold(index: int, fold: tuple[Rows, Rows], *, rows: int, groups: NDArr
                 want=f"{what} that are on one side only",
                 fix="folds=GroupKFold(5), or a number of folds" if what == "groups" else "",
             )
+    return pair[0].astype(np.int64), pair[1].astype(np.int64)
 
 
 def _take(data: Any, rows: Rows) -> Any:
