@@ -370,7 +370,7 @@ def test_a_technique_that_starts_slowly_is_tried_where_the_budget_allows(simulat
     assert tried["slow start"].trials == 5
     monkeypatch.setattr(advising, "SHARE", 10)
     tried = effects(advise(timed(), data, batch_size=32, seconds=6))
-    assert "may take 1 s to begin with" in tried["slow start"].why_not
+    assert "may take 1 s to start" in tried["slow start"].why_not
 
 
 def techniques_of(loader):

@@ -254,8 +254,8 @@ def model_on_several_devices(failure: Failure) -> Explanation | None:
     model, placed = failure.trainer.model, devices_of(failure.trainer.model)
     if len(placed) < 2:
         return None
-    cause = f"the model lies on {' and '.join(map(str, placed))}, and its batches are on {failure.trainer.device}"
-    fix = "x.to(layer.weight.device) before a layer that lies elsewhere, and output.to(x.device) at the end"
+    cause = f"the model is on {' and '.join(map(str, placed))}, and its batches are on {failure.trainer.device}"
+    fix = "x.to(layer.weight.device) before a layer on another device, and output.to(x.device) at the end"
     left = next((name for name, one in (*model.named_parameters(), *model.named_buffers()) if one.is_cpu), "")
     away = [device for device in placed if device.type != "cpu"]
     if left and len(away) == 1:

@@ -27,34 +27,34 @@ from trainwright.tools.trial import check_trainer, compact, data_kept, open_afre
 from trainwright.trainer import Trainer
 
 ROUNDS = 15
-"""Ratios of one technique at most."""
+"""The most pairs of blocks of one technique."""
 BLOCK = 0.15
-"""Seconds of one block of updates, where the budget allows for it."""
+"""Seconds of one block of updates, or less for a small budget."""
 WARM = 2
-"""Updates before the clock is read."""
+"""Updates before the clock is started."""
 WARM_COMPILED = 8
-"""The same where something is compiled first."""
+"""The same for compiled models."""
 PLANNED = 0.9
-"""Share of the seconds that trials are planned for: a block that has begun is finished."""
+"""Share of the budget in which new blocks start; the last one may take longer."""
 SHARE = 3
-"""A technique that starts slowly is tried where the budget is so many times its start."""
+"""A technique with a slow start, such as compiling, is tried if the budget is this multiple of its start-up time."""
 READY = 24
-"""Updates for which ready batches are drawn at most."""
+"""The most updates for which batches are held ready."""
 FEWEST = 3
 """Pairs of blocks, of a technique and of the trainer against itself, below which there is no verdict."""
 SEVERAL = 6
-"""Pairs from which on `CLEAR` is enough: noise alone then passes all three conditions in less than 1 of 100 trials,
-for ratios that are lognormal with a deviation of 0.3, one of six of them an outlier of another 1.0 (simulated)."""
+"""With this many pairs `CLEAR` is enough: noise alone passes all three conditions in less than 1 of 100 trials, for
+ratios that are lognormal with a deviation of 0.3, one in six an outlier with a further 1.0 (simulated)."""
 CLEAR = 1.03
-"""From this speed-up on a technique is worth a switch, where the noise is smaller and the lower quartile above 1."""
+"""The least speed-up of a useful technique; the noise must also be smaller, and the lower quartile above 1."""
 CLEAR_OF_FEW = 1.2
 """The same for fewer pairs."""
 DRIFT = 1e-2
-"""Relative difference of the mean loss from which on a technique is said to change numbers."""
+"""A technique that changes the mean loss by more than this share is reported to change it."""
 WAITS = 0.2
-"""Share of waiting for data from which on the loader is a finding."""
+"""The least share of waiting for data that makes the loader a finding."""
 SAVES = 0.8
-"""Share of the memory below which a technique is said to save it."""
+"""A technique that needs at most this share of the memory is reported to save it."""
 
 _PHASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "data": ("waiting for data: workers, rows in memory, or less work for each row", ()),
@@ -69,14 +69,14 @@ _PHASES: dict[str, tuple[str, tuple[str, ...]]] = {
 def advise(
     trainer: Trainer[Any], train: Any, val: Any = None, *, seconds: float = 60, batch_size: int | None = None
 ) -> Advice:
-    """Try techniques of efficient training on this trainer and these data; return what each gives, for printing.
+    """Try techniques of efficient training on this trainer and these data; return the effect of each, for printing.
 
-    Short trials of real updates, in turns with the trainer as it is, and without a trace in it, in the data or in the
-    process: speed-up (median and quartiles of the ratios), memory, and how far the loss of the same updates differs.
-    In each turn the trainer is also tried against itself: a speed-up counts only beyond the ratios found there.
-    Updates on ready batches on a CPU are timed by the CPU time of the process, everything else by the clock.
-    `train`, `val`, `batch_size`: as for `fit`. `seconds`: about how long all of it may take; what cannot begin within
-    that is listed as not tried. Settings of the process, such as threads and memory allocators, are listed in words.
+    Runs short trials of real updates, in turns with the unchanged trainer, and restores trainer, data and process.
+    Measured are speed-up (median and quartiles of the ratios), memory, and the difference of the loss of equal updates.
+    In each turn the trainer is also timed against itself: a speed-up counts only beyond the ratios found there.
+    Updates on ready batches on a CPU are timed by the CPU time of the process, all others by the wall clock.
+    `train`, `val`, `batch_size`: as for `fit`. `seconds`: the approximate budget; techniques that do not start within
+    it are listed as not tried. Settings of the process, such as threads and memory allocators, are listed in words.
 
     Raises SettingError in a group of processes, and DataError for a stream that cannot be read afresh: give a list
     of ready batches.
@@ -116,17 +116,17 @@ class Advice:
     tried: tuple[Effect, ...]
     """Every technique: the fastest first, those that were not tried last."""
     noise: Mapping[str, Noise]
-    """Of the trainer against itself: on "ready" batches, and with the "loader"."""
+    """The noise of trials on "ready" batches, and of those with the "loader"."""
     phases: Phases
     findings: tuple[Finding, ...]
     settings: tuple[str, ...]
-    """Lines of settings of the process that may pay: not measured."""
+    """Settings of the process that may pay, as lines of code; not measured."""
     rows_per_second: float
-    """Of the trainer as it is, on the user's own data."""
+    """Of the unchanged trainer, on the user's own data."""
     memory: int
-    """Most bytes of tensors alive in an update beside those before it; on CUDA the peak of the allocator."""
+    """Peak bytes of the tensors that an update adds to those before it; on CUDA the peak of the allocator."""
     seconds: float
-    """How long it took."""
+    """Seconds of all trials."""
     device: str
 
     @property
@@ -136,7 +136,7 @@ class Advice:
 
     @property
     def reading(self) -> str:
-        """The largest phase, and what the techniques that shorten it gave."""
+        """The largest phase, and the measured effects of techniques that shorten it."""
         name, share = max(self.phases.shares.items(), key=lambda item: item[1])
         text, names = _PHASES[name]
         tried = [one for one in self.tried if one.speedup is not None]
@@ -182,34 +182,34 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The effect of one technique, or the reason why it was not tried."""
+    """The effect of one technique, or the reason that it was not tried."""
 
     name: str
     how: str
-    """The line that switches it on."""
+    """The line of code that switches it on."""
     speedup: float | None = None
-    """Median of the ratios: how many times as many rows per second. None where it was not tried."""
+    """Median of the ratios of rows per second; None where it was not tried."""
     spread: tuple[float, float] | None = None
     """The quartiles of the ratios."""
     trials: int = 0
     """Pairs of blocks."""
     floor: float | None = None
-    """The noise that the speed-up has to exceed; None where it is not known, and nothing is clear."""
+    """The noise that the speed-up has to exceed; None without enough trials, and then nothing is clear."""
     wall: float | None = None
-    """The speed-up by the wall clock, where the other is one in CPU time."""
+    """The speed-up by the wall clock, where `speedup` is one in CPU time."""
     wall_floor: float | None = None
     memory: float | None = None
-    """Times as much memory."""
+    """Peak memory, relative to the unchanged trainer."""
     drift: float | None = None
-    """Relative difference of the mean loss of the same updates from the same state; None for other updates."""
+    """Relative difference of the mean loss of equal updates from equal states; None where updates differ."""
     why_not: str = ""
-    """Why it was not tried."""
+    """The reason that it was not tried."""
     reads: bool = False
-    """Whether the ratio is of updates that read the data; otherwise of updates whose batches are ready."""
+    """Whether it was timed on updates that read the data, or else on ready batches."""
 
     @property
     def verdict(self) -> str:
-        """The judgment: "use it", "no clear difference", "slower", "saves memory", or why it was not tried."""
+        """The verdict: "use it", "no clear difference", "slower", "saves memory", or why it was not tried."""
         if self.speedup is None:
             return f"not tried: {self.why_not}"
         saves = self.memory is not None and self.memory <= SAVES
@@ -263,13 +263,13 @@ class Noise:
     clock: str
     """"CPU time" of the process, or "wall clock"."""
     floor: float | None
-    """Nine of ten ratios lie between 1 / floor and floor; None for too few of them."""
+    """Nine of ten ratios are between 1 / floor and floor; None for too few of them."""
     wall_floor: float | None
     """The same by the wall clock."""
 
 
 def noise_of(ratios: Sequence[float], *, wall: Sequence[float], clock: str) -> Noise:
-    """Return the noise in the ratios of the trainer to itself, by the clock that judges and by the wall clock."""
+    """Return the noise of the trainer against itself, from the ratios by `clock` and by the wall clock."""
     return Noise(trials=len(ratios), clock=clock, floor=_floor(ratios), wall_floor=_floor(wall))
 
 
@@ -294,14 +294,14 @@ def effect_of(effect: Effect, ratios: Sequence[float], *, wall: Sequence[float],
 
 
 def slow_loader(phases: Phases, tried: Sequence[Effect]) -> list[Finding]:
-    """Find a loader that training waits for, with the measured cure, or with the trials that disagree."""
+    """Find a loader that training waits for; the fix is the best measured technique, if any helped."""
     share = phases.shares["data"]
     if share < WAITS:
         return []
     finding = Finding(
         "slow loader",
         f"{share:.0%} of an update is spent waiting for data, {1000 * phases.data:.3g} ms of it",
-        "the model stands still meanwhile",
+        "the model is idle meanwhile",
         "DataLoader(..., num_workers=2), or batches(data_set, 64, in_memory=True) where the rows fit",
     )
     cures = [one for one in tried if one.speedup is not None and one.reads]
@@ -313,7 +313,7 @@ def slow_loader(phases: Phases, tried: Sequence[Effect]) -> list[Finding]:
         fix = "less work for each row in __getitem__ and collate_fn: a profile of the loader shows where"
         return [replace(finding, why=why, fix=fix, level="note")]
     if any(one.name == "in memory" and one.why_not == "it is on" for one in tried):
-        return [replace(finding, fix="batches of more rows: these lie in memory already, and a batch is one gather")]
+        return [replace(finding, fix="batches of more rows: these are in memory already, and a batch is one gather")]
     return [finding]
 
 
@@ -334,7 +334,7 @@ class _Pairs:
     memory: float | None = None
     why_not: str = ""
     seconds: float = 0.0
-    """Seconds of one turn."""
+    """Seconds of the latest pair."""
 
     def add(self, base: Block, block: Block) -> None:
         """Add the ratios of a pair."""
@@ -346,7 +346,7 @@ class _Pairs:
             self.drifts.append(abs(block.loss - base.loss) / max(abs(base.loss), 1e-12))
 
     def effect(self, noise: Noise) -> Effect:
-        """Return the effect, judged beside the noise."""
+        """Return the effect, judged against the noise."""
         one = self.technique
         effect = Effect(name=one.name, how=one.how, reads=one.reads)
         if not self.ratios:
@@ -364,20 +364,20 @@ class _TrialRunner:
         self.updates = 1
         """Updates of one block."""
         self.seconds_per_row = 0.0
-        """Of the trainer as it is, on ready batches."""
+        """Of the unchanged trainer, on ready batches."""
 
     @property
     def spent(self) -> float:
-        """Seconds since it was made."""
+        """Seconds since the start."""
         return time.perf_counter() - self._begun
 
     @property
     def left(self) -> float:
-        """Seconds left for trials; negative once they are over."""
+        """Seconds left for trials; negative when the budget is spent."""
         return PLANNED * self._seconds - self.spent
 
     def calibrate(self, source: Any) -> None:
-        """Find how many updates a block may have; the first of two blocks warms up."""
+        """Set the number of updates of a block from the speed of the second of two blocks; the first one warms up."""
         unchanged = Technique(name="as it is", data=source)
         run_block(self._trainer, self._before, unchanged, updates=2, warm=1)
         block = run_block(self._trainer, self._before, unchanged, updates=2, warm=1)
@@ -400,7 +400,7 @@ class _TrialRunner:
         return memory, noise, [one.effect(noise[kinds[-1] if one.technique.reads else "ready"]) for one in found]
 
     def _pairs(self, technique: Technique, base: Technique) -> _Pairs:
-        """Waiting for data, and for an accelerator, takes no CPU time: the clock judges those."""
+        """Return a technique with its base and its clock: waiting for data or an accelerator takes no CPU time."""
         by_cpu = self._trainer.device.type == "cpu" and not technique.reads
         clock = "CPU time" if by_cpu else "wall clock"
         return _Pairs(replace(technique, data=technique.data or base.data), base, clock, why_not=technique.why_not)
@@ -416,15 +416,15 @@ class _TrialRunner:
                 break
 
     def _start_slowly(self, one: _Pairs) -> None:
-        """Time one block of several segments, where the first update takes long, if the budget allows."""
+        """Time one block of several segments of a technique with a slow start, if the budget allows."""
         if self._seconds < SHARE * one.technique.start:
             start = one.technique.start
-            one.why_not = f"it may take {start:.0f} s to begin with; give seconds={SHARE * start:.0f} or more"
+            one.why_not = f"it may take {start:.0f} s to start; give seconds={SHARE * start:.0f} or more"
         else:
             self._time_pair(one, warm=WARM_COMPILED, segments=5)
 
     def _time_pair(self, one: _Pairs, *, technique_first: bool = False, warm: int = WARM, segments: int = 1) -> None:
-        """Time a block without and one with the technique; an error is the reason why it is not tried."""
+        """Time a block without and one with the technique; an error is recorded as the reason that it is not tried."""
         begun, blocks = time.perf_counter(), {}
         try:
             for with_technique in (technique_first, not technique_first):

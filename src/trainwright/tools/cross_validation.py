@@ -402,5 +402,5 @@ def _check_settings(validation: Any, *, seed: Any, resume: Any) -> None:
         check_whole(seed, f"cross_validate(seed={seed!r})", least=None, fix="seed=0")
     check_choice(resume, "cross_validate", "resume", choices=(None, "auto"), fix='resume="auto"')
     if resume is not None and seed is None:
-        what = 'resume="auto" without a seed: the folds would be others than those that were begun'
+        what = 'resume="auto" without a seed: a new seed gives other folds than those of the first run'
         raise SettingError(what, fix='cross_validate(..., seed=0, resume="auto")')

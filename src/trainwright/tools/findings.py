@@ -21,11 +21,11 @@ from trainwright.tools.trial import is_several, ready, variant
 from trainwright.trainer import Trainer
 
 UPDATES = 3
-"""Updates that are watched, where there are batches enough."""
+"""The most updates that are watched."""
 LARGE, LARGE_FEATURE, TINY = 3.0, 10.0, 0.01
-"""Root mean square of all inputs, of one feature, and largest input outside of which inputs are out of scale."""
+"""Inputs are out of scale if the root mean square of all, or of one feature, is above, or all are below these."""
 ROUNDING = 0.02
-"""Gradient of a bias, relative to that of its layer's weight, up to which it is rounding; bfloat16 reaches 0.01."""
+"""The largest gradient of a bias, relative to that of its layer's weight, that is rounding; bfloat16 reaches 0.01."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _INPUT_LAYERS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS)

@@ -144,7 +144,7 @@ class Summary:
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self._totals()])
 
     def __str__(self) -> str:
-        """Return the whole table."""
+        """Return the complete table."""
         return self.table()
 
     def _totals(self) -> Iterator[str]:
@@ -159,7 +159,7 @@ class Summary:
         if unknown:
             yield f"operations of {', '.join(unknown)} are not counted: torch has no formula for them"
         if self.note:
-            yield f"measured where the model lies: {self.note}"
+            yield f"measured on the model's own device: {self.note}"
 
 
 _HEAD = ("module", "output", "parameters", "trained", "buffers", "operations", "kept")
@@ -324,7 +324,7 @@ def _dry_run(
     counts: bool = False,
     prepare: Callable[[_DryRun], None] = lambda _: None,
 ) -> Iterator[_DryRun]:
-    """Run a copy of `model` forward on the device `on`, or with copies of its weights and inputs where it lies (None).
+    """Run the forward of a copy of `model` with copied inputs, on the device `on`, or on the model's own (None).
 
     Hooks are left out. Bytes are counted; with `counts` operations are instead, since torch's counter keeps tensors
     alive. `prepare` is called before the forward. In the context the output is there, and the backward can be run.

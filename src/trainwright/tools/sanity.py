@@ -181,7 +181,7 @@ class Overfit:
 
     @property
     def fell(self) -> bool:
-        """Whether the loss fell to at most `share` of what it was at first. A loss whose floor is not 0 never does."""
+        """Whether the loss fell to at most `share` of its first value. A loss whose minimum is not 0 may never."""
         return not self.error and len(self.losses) > 1 and self.losses[-1] <= self.share * self.losses[0]
 
     @property
@@ -196,7 +196,7 @@ class Overfit:
     def __str__(self) -> str:
         first, last = (self.losses[0], self.losses[-1]) if self.losses else (math.nan, math.nan)
         what = f"{self.batches} batch{'es' if self.batches > 1 else ''}, {self.updates} updates"
-        verdict = "model, loss and optimizer can learn" if self.fell else "it does not learn them by heart"
+        verdict = "model, loss and optimizer can learn" if self.fell else "it does not memorize them"
         lines = [f"overfit {what}: loss {number(first)} to {number(last)}: {verdict}"]
         lines += [f"  {self.error}"] if self.error else []
         if self.untrained:
@@ -206,9 +206,7 @@ class Overfit:
         elif not self.fell:
             rates = ", ".join(dict.fromkeys(map(rate, self.rates)))
             lines.append(f"  learning rate {rates}: try others by find_lr(trainer, train)")
-            lines.append(
-                "  do targets belong to their inputs? does the loss read what the model gives, is its least 0?"
-            )
+            lines.append("  check that targets match inputs, that the loss reads the output, and that its minimum is 0")
         return "\n".join(lines)
 
 
@@ -256,7 +254,7 @@ def overfit_batches(
 
 
 class _LossRecorder(Observer):
-    """Records the mean loss of each pass, and ends the run near zero."""
+    """Records the mean loss of each pass, and stops the run near zero."""
 
     def __init__(self, batches: int, share: float) -> None:
         self.passes: list[float] = []

@@ -37,7 +37,7 @@ class Block:
 def run_block(
     trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique, *, updates: int, warm: int, segments: int = 1
 ) -> Block:
-    """Make `warm` and then `segments` times `updates` updates from the captured state, and restore it.
+    """Run `warm` updates and then `segments` times `updates` from the captured state, and restore it.
 
     They are one `fit` of a variant of the trainer, so that the time is that of `fit`. The clock is read where the loop
     asks for the first micro-batch of a window: all updates before are made, and the device has finished them.
@@ -59,7 +59,7 @@ def run_block(
 
 
 def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique) -> int:
-    """Return the most bytes alive in one update beside those before it: of the allocator on CUDA, else of tensors."""
+    """Return the peak bytes that one update adds to those before it: of the allocator on CUDA, else of tensors."""
     if trainer.device.type == "cuda":
         synchronize(trainer.device)
         torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -73,7 +73,7 @@ def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Techn
 
 
 class Clock:
-    """Reads the clock between the windows of a trial, in the place of the data."""
+    """Reads the clock between the windows of a trial, from inside the iteration over the data."""
 
     def __init__(self, trainer: Trainer[Any], *, warm: int, updates: int, segments: int) -> None:
         self._device, self._rows_of = trainer.device, trainer._hooks.rows
@@ -145,7 +145,7 @@ class Phases:
     forward: float
     """The model."""
     backward: float
-    """The loss, all gradients, and the loop around."""
+    """The loss, all gradients, and the loop itself."""
     optimizer: float
     """The optimizer's step."""
 
@@ -161,7 +161,7 @@ class Phases:
 
 
 def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source, *, updates: int) -> Phases:
-    """Make a few updates on the user's data with a stopwatch on each phase, and restore the state.
+    """Run a few updates on the user's data, time each phase of them, and restore the state.
 
     Each phase waits for an accelerator, so that phases do not overlap as they do in a run.
     """

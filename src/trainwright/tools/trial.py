@@ -1,4 +1,4 @@
-"""Trials of a few updates of a trainer, as it is or with other settings, after which everything is restored."""
+"""Trials: a few updates of a trainer, unchanged or with other settings, after which everything is restored."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def check_trainer(given: Any, tool: str) -> None:
 
 @contextmanager
 def traceless(trainer: Trainer[Any]) -> Iterator[TrainerSnapshot]:
-    """Restore at the end whatever a trial inside may have changed, also after an error.
+    """Restore everything that trials in the block may change, also after an error.
 
-    That is: parameters, buffers and gradients in the memory that they lie in, each module's mode, hooks and plain
+    That is: parameters, buffers and gradients in their own memory, each module's mode, hooks and plain
     attributes, `requires_grad`, the optimizers' states and groups, a loss module, frozen modules, the trainer's own
     attributes, its state, counters and history, every random state (generators among those attributes too), and the
     switches of the process (TF32, cudnn.benchmark, threads, the grad mode). What other objects of the user's own hold
     is not restored. SettingError for layers that have no shape yet (`nn.LazyLinear`). Yields the snapshot: `restore()`
-    in the block starts one trial after another from the same state. The copies lie in the memory of the host.
+    in the block starts one trial after another from the same state. The copies are in host memory.
     """
     with switches_restored(), TrainerSnapshot(trainer) as before:
         yield before
@@ -74,7 +74,7 @@ def variant(trainer: T, **settings: Any) -> T:
     """
     if trainer.world.size > 1 or trainer.parallel.shards:
         what = "a trial in a group of processes, or of a model in shards"
-        raise SettingError(what, want="one process", fix="call it in a run of its own: python script.py")
+        raise SettingError(what, want="one process", fix="call it in a separate run: python script.py")
     twin = copy.copy(trainer)
     twin.world, twin.parallel = World(), Parallel()
     for name, value in {**_LEFT_OUT, **settings}.items():
@@ -185,7 +185,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
             source.keep_workers(keeps=False)
         return source
     raise DataError(
-        f"{role} data that can be read only once, or go on where they were left: a trial would use them up",
+        f"{role} data that can be read only once, or that continue where they stopped: a trial would use them up",
         have=f"a {type(data).__name__}",
         want="data that start anew each time they are read",
         fix="a list of ready batches: list(itertools.islice(stream, 50))",
