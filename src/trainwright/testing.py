@@ -274,8 +274,8 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
 
     It gives one number or a dict of numbers; it changes neither output nor target; the number of all rows is the same
     for any cut into batches, within `rtol`; `compute` changes nothing; after `reset` no row is left; a copy is
-    independent, and one that was saved in the midst of a pass and loaded goes on alike; `merge`, if there is one, gives
-    the number of all rows.
+    independent, and one that is saved within a pass and loaded continues with equal numbers; `merge`, if there is one,
+    gives the number of all rows.
     """
     name = name_of(metric)
     _refuse_non_metrics(metric, name)
@@ -410,7 +410,9 @@ def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: in
     except (LookupError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         found, have = {}, first_line(error)
         raise ProtocolError(
-            f"{name} cannot go on from a saved state", have=have, want="load_state_dict(tree) of what state_dict() gave"
+            f"{name} cannot continue from a saved state",
+            have=have,
+            want="load_state_dict(tree) of what state_dict() gave",
         ) from error
     numbers.expect(
         found,

@@ -195,7 +195,8 @@ model = torch.nn.Linear(4, 3)
 trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.CrossEntropyLoss(), console=False)
 batch = torch.randn(4, 4), torch.tensor([0, 1, 2, 1])
 trainer.fit([batch], [batch], epochs=1)
-assert not {f"trainwright.diagnostics.{name}" for name in ("rules", "frames", "not_finite")} & set(sys.modules)
+names = ("rules", "causes", "frames", "not_finite")
+assert not {f"trainwright.diagnostics.{name}" for name in names} & set(sys.modules)
 try:
     trainer.fit([(batch[0], batch[1].float())], epochs=1)
 except RuntimeError as error:

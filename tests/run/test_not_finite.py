@@ -47,7 +47,7 @@ def test_it_names_the_input_with_its_counts_and_rows():
     text = error_of(made(nn.Linear(3, 1)), [(X, Y), (bad, Y)])
     assert "update 2: the loss is not finite; no weight was changed" in text
     assert "train batch 2 of epoch 1: input batch[0] has 2 NaN and 1 inf of 12 elements, in rows 1, 3 of 4" in text
-    assert "fix   mend these rows in the data" in text and 'on_nonfinite="skip"' in text
+    assert "fix   correct these rows in the data" in text and 'on_nonfinite="skip"' in text
     assert "forward" not in text
 
 

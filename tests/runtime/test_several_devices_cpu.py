@@ -291,5 +291,5 @@ def test_a_step_that_mixes_devices_is_told_what_to_write(devices):
     with pytest.raises(RuntimeError) as caught:
         make(Forgets()).fit(data(), epochs=1)
     (note,) = caught.value.__notes__
-    assert "the model lies on cpu:1 and cpu:2, and its batches are on cpu:1" in note
+    assert "the model is on cpu:1 and cpu:2, and its batches are on cpu:1" in note
     assert "x.to(layer.weight.device)" in note

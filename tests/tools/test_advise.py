@@ -26,7 +26,7 @@ from trainwright.modules import checkpoint_activations
 from trainwright.optim import Lamb
 from trainwright.tools import advising
 from trainwright.tools import techniques as offered
-from trainwright.tools.advice import FEWEST, SEVERAL, Effect, effect_of, noise_of, slow_loader
+from trainwright.tools.advising import FEWEST, SEVERAL, Effect, effect_of, noise_of, slow_loader
 from trainwright.tools.techniques import Technique, process_settings, techniques
 from trainwright.tools.timing import Phases, peak_memory
 from trainwright.tools.trial import open_afresh, traceless
@@ -370,7 +370,7 @@ def test_a_technique_that_starts_slowly_is_tried_where_the_budget_allows(simulat
     assert tried["slow start"].trials == 5
     monkeypatch.setattr(advising, "SHARE", 10)
     tried = effects(advise(timed(), data, batch_size=32, seconds=6))
-    assert "may take 1 s to begin with" in tried["slow start"].why_not
+    assert "may take 1 s to start" in tried["slow start"].why_not
 
 
 def techniques_of(loader):

@@ -204,7 +204,7 @@ def test_to_come_back_from_an_explosion_is_no_fall(seed):
 def test_a_fall_at_either_end_is_said():
     trainer, data = steep()
     assert find_lr(trainer, data, lowest=1e-6, highest=1e-3).notes == (
-        "the loss still falls at the highest rate: go on, highest=0.1",
+        "the loss still falls at the highest rate: raise it, highest=0.1",
     )
     assert find_lr(trainer, data, lowest=5e-3, highest=5e-2).notes == (
         "the loss falls fastest right at the lowest rate: begin lower, lowest=5e-05",

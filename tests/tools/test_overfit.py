@@ -68,7 +68,7 @@ def test_a_loss_that_stays_and_what_no_gradient_reaches_are_told() -> None:
     assert not told.fell and told.updates == 40
     assert told.untrained == ("body.weight", "body.bias", "head.weight")
     shown = str(told)
-    assert "does not learn them by heart" in shown and "no gradient reaches body.weight" in shown
+    assert "does not memorize them" in shown and "no gradient reaches body.weight" in shown
     assert "learning rate 5.00e-1" in shown
 
 

@@ -133,7 +133,7 @@ def test_what_does_not_run_on_meta_runs_where_the_model_lies_and_says_so() -> No
     model.layers[2].eval()
     before = copy.deepcopy((model.state_dict(), [p.grad for p in model.parameters()], x, torch.get_rng_state()))
     found = summary(model, x)
-    assert "item()" in found.note and "measured where the model lies" in str(found)
+    assert "item()" in found.note and "measured on the model's own device" in str(found)
     assert found[""].flops == 2 * 6 * 4 * 4
     after = (model.state_dict(), [p.grad for p in model.parameters()], x, torch.get_rng_state())
     for one, other in zip(before[0].items(), after[0].items(), strict=True):

@@ -195,7 +195,7 @@ def test_a_data_set_that_goes_on_where_it_was_left_is_refused_before_a_row_is_us
     whole = Kept(one=False)
     assert len(ready(make(), DataLoader(whole, 8), updates=2)) == 2
     assert len(ready(make(), DataLoader(Kept(one=True), 8, num_workers=1), updates=1)) == 1  # a copy of its own
-    with pytest.raises(DataError, match="go on where they were left"):
+    with pytest.raises(DataError, match="continue where they stopped"):
         ready(make(), DataLoader(used := Kept(one=True), 8), updates=1)
     assert len(list(used)) == len(list(whole))
 

@@ -25,7 +25,7 @@ def explain(error: BaseException, trainer: Any) -> None:
         return
     if isinstance(error, StepError):
         _name_the_step(error, trainer)
-    if isinstance(error, TrainwrightError) or any(note.startswith(NOTE) for note in notes_of(error)):
+    if isinstance(error, TrainwrightError) or _has_note(error):
         return
     try:
         from trainwright.diagnostics.frames import read_failure
@@ -35,6 +35,11 @@ def explain(error: BaseException, trainer: Any) -> None:
             error.add_note(_note(failure))
     except Exception as another:  # a step may hold any object; none of its errors may replace the user's
         error.add_note(f"{NOTE}the values of the failed step cannot be shown: {type(another).__name__}: {another}")
+
+
+def _has_note(error: BaseException) -> bool:
+    """Return whether the error has been explained: Python sets `__notes__` with the first note."""
+    return any(note.startswith(NOTE) for note in notes_of(error))
 
 
 def _note(failure: Failure) -> str:
@@ -75,9 +80,9 @@ def _name_the_step(error: StepError, trainer: Any) -> None:
     }
     names = ["training_step"] if "compute_gradients" in called else ["validation_step", "training_step"]
     name = next((name for name in names if own[name]), None)
-    if name is None or called.isdisjoint({"record", "grad_tensor"}) or notes_of(error):
+    if name is None or called.isdisjoint({"record", "grad_tensor"}) or _has_note(error):
         return
-    from trainwright.diagnostics.rules import explain_own_backward
+    from trainwright.diagnostics.causes import explain_own_backward
 
     code = getattr(type(trainer), name).__code__
     note = f"{NOTE}{type(trainer).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _MOST = 5
 """Rows, tensors or names that are listed."""
-_DATA = "mend these rows in the data, or leave them out"
+_DATA = "correct these rows in the data, or leave them out"
 _RATE = "a lower learning rate, or clip=1.0, where the weights have grown; else other initial weights"
 _LINE = "anomaly() names the line"
 
@@ -193,7 +193,7 @@ class _ModuleSearch:
                 line = f"backward: {name} made the first gradient that is not finite, from a finite one"
             else:
                 line = f"backward: the gradient that reaches the output of {name} is the first that is not finite: "
-                line += "an operation behind it made it"
+                line += "a later operation produced it"
             fix = f"a finite output can have an infinite slope: sqrt or norm at 0, division, pow, where; {_LINE}"
             return NonFiniteOrigin((line,), fix)
         model = self._trainer.model
@@ -209,7 +209,7 @@ class _ModuleSearch:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Everything that a second forward and backward may move is put back at the end: nothing of them is noted."""
+        """Restore everything that a second forward and backward may change: they leave no trace."""
         trainer = self._trainer
         roots = networks_of(trainer)
         state, tracker = trainer.state, trainer._tracker
@@ -248,7 +248,7 @@ class _ModuleSearch:
     def _leave(self, name: str, module: nn.Module, *given: Any) -> None:
         self._open.pop()
         self._last = name
-        tensors = list(tensors_in(given[-1]))  # behind the inputs comes the output
+        tensors = list(tensors_in(given[-1]))  # the output follows the inputs
         if not self._forward and (bad := _counted(*tensors)) is not None:
             self._forward = f"{name} gave the first output that is not finite: {bad}"
         self._hook(tensors, "out", name)

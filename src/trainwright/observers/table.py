@@ -100,6 +100,13 @@ def duration(seconds: float) -> str:
     return f"{minutes}m{rest:02d}s" if minutes < 60 else f"{minutes // 60}h{minutes % 60:02d}m"
 
 
+def aligned(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
+    """Return a line for each row of cells, in columns of equal width; all but the first `left` are right-justified."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    form = "  ".join(f"{{:{'<' if index < left else '>'}{width}}}" for index, width in enumerate(widths))
+    return [form.format(*row).rstrip() for row in rows]
+
+
 def sparkline(values: Sequence[float], width: int = 24) -> str:
     """Draw a number over time in at most `width` characters, each the mean of equally many; × where it is not finite.
 

@@ -1,11 +1,12 @@
 """What can be found out or done about a run from outside? Functions that take a Trainer, or data, and return records.
 
-Files in reading order:
-`sanity`: `smoke_run` and `overfit_batches`, checks before a long run. `debug`: `anomaly` and `deterministic`.
-`summary`: layers, shapes, operations and memory of a model. `lr_search`: `find_lr`. `batch_search`: `find_batch_size`,
-scaled rates. `cross_validate`: folds, and predictions for rows left out. `sklearn_wrapper`: scikit-learn estimators.
-`advising`: `advise`, which tries `techniques` with `timing`, adds `findings` and returns an `advice` record.
-`trial` and `trainer_snapshot`: training that is undone afterwards, for all of these.
+Each tool is a file of its own, with the record that it returns:
+
+- `sanity.py`: `smoke_run`, `overfit_batches`. `debug.py`: `anomaly`, `deterministic`. `model_summary.py`: `summary`.
+- `lr_search.py`: `find_lr`. `batch_search.py`: `find_batch_size`, and learning rates for other batch sizes.
+- `cross_validation.py`: `cross_validate`. `sklearn_wrapper.py`: networks as scikit-learn estimators.
+- `advising.py`: `advise`, which tries what `techniques.py` lists, measures it by `timing.py` and adds `findings.py`.
+- `trial.py`: updates of a variant of the trainer, for all of these; `trainer_snapshot.py`: restores the trainer.
 
 Promises: a tool leaves model, optimizers, random state and the order of the data exactly as it found them; it refuses
 what it cannot do before it trains; its record prints as text.

@@ -1,5 +1,4 @@
-from trainwright.tools.advice import Advice, Effect
-from trainwright.tools.advising import advise
+from trainwright.tools.advising import Advice, Effect, advise
 from trainwright.tools.batch_search import LargestBatch, find_batch_size, linear_scaled, sqrt_scaled
 from trainwright.tools.cross_validation import CrossValidation, Fold, cross_validate
 from trainwright.tools.debug import anomaly, deterministic

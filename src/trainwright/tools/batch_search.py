@@ -2,29 +2,25 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import math
 import traceback
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from trainwright.core.checks import check_number, check_whole
 from trainwright.core.device import is_out_of_memory, release_memory
-from trainwright.core.errors import DataError, SettingError
+from trainwright.core.errors import SettingError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
-from trainwright.core.trees import mapping_like, sequence_like, tensors_in
+from trainwright.core.trees import tensors_in
 from trainwright.data.slicing import cut, rows_of
 from trainwright.modules.peak_memory import Peaks, peaks_of
 from trainwright.observers.table import byte_size
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
-from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless, variant
+from trainwright.tools.trial import check_trainer, joined, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
 from trainwright.update.trainer_like import networks_of
 
@@ -378,58 +374,3 @@ def _checked_rate(name: str, lr: float, *, batch: int, to: int) -> float:
         fix = f"{name}({lr!r}, batch=64, to=512)"
         check_whole(rows, f"{name}({key}={rows!r})", what="rows of an update", fix=fix)
     return lr
-
-
-def halved(batches: Sequence[Any]) -> list[Any]:
-    """Return each batch cut in two, the first half as large as the second or a row larger; DataError for one row."""
-    found: list[Any] = []
-    for batch in batches:
-        rows = rows_of(batch, "a batch")
-        if rows < 2:
-            raise DataError("a batch of one row cannot be cut in two", want="two rows or more")
-        middle = (rows + 1) // 2
-        found += [compact(cut(batch, part, of=rows)) for part in (range(middle), range(middle, rows))]
-    return found
-
-
-def compact(batch: Any) -> Any:
-    """Return a batch whose tensors are not views of larger ones, which would stay in memory with it."""
-    if isinstance(batch, Tensor):
-        return batch.clone() if batch.untyped_storage().nbytes() > batch.nbytes else batch
-    if isinstance(batch, Mapping):
-        return mapping_like(batch, {key: compact(value) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return sequence_like(batch, map(compact, batch))
-    return batch
-
-
-def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all, in containers of the same types; DataError for unequal shapes."""
-    first = batches[0]
-    if isinstance(first, Tensor | np.ndarray):
-        join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate
-        return _put_together(join, list(batches)) if first.ndim else first
-    if isinstance(first, Mapping):
-        return mapping_like(first, {key: joined([batch[key] for batch in batches]) for key in first})
-    if isinstance(first, list | tuple):
-        return _in_row(first, batches)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        whole = copy.copy(first)
-        for field in dataclasses.fields(first):
-            object.__setattr__(whole, field.name, joined([getattr(batch, field.name) for batch in batches]))
-        return whole
-    return first
-
-
-def _in_row(first: Any, batches: Sequence[Any]) -> Any:
-    if not any(isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in first):
-        return type(first)(item for batch in batches for item in batch)  # one name, say, for each row
-    return sequence_like(first, [joined(list(column)) for column in zip(*batches, strict=True)])
-
-
-def _put_together(join: Any, parts: list[Any]) -> Any:
-    try:
-        return join(parts)
-    except (RuntimeError, ValueError, TypeError) as error:
-        shapes = ", ".join(str(tuple(part.shape)) for part in parts[:2])
-        raise DataError(f"batches of shapes {shapes} cannot be joined", want="rows of one shape") from error

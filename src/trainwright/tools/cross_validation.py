@@ -7,11 +7,12 @@ import math
 import statistics
 import weakref
 import zlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from numbers import Integral
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from torch.utils.data import Subset, TensorDataset
 
 from trainwright.core.checks import check_choice, check_number, check_whole
 from trainwright.core.device import change
-from trainwright.core.errors import DataError, SettingError
+from trainwright.core.errors import DataError, SettingError, first_line
 from trainwright.core.records import Result
 from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
@@ -31,7 +32,7 @@ from trainwright.data.opening import batches, takes_batch_size
 from trainwright.data.seeded import mixed_seed, rows_of
 from trainwright.evaluation.predictions import join
 from trainwright.modules.freezing import has_running_statistics, held
-from trainwright.observers.table import duration, number
+from trainwright.observers.table import aligned, duration, number
 from trainwright.trainer import Trainer
 from trainwright.update.batches import split
 from trainwright.update.trainer_like import trained_modules
@@ -71,45 +72,39 @@ def cross_validate(
     _check_settings(validation, seed=seed, resume=resume)
     drawn = seed is None
     seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
-    splits = _split(folds, data, target=target, groups=groups, seed=seed)
-    seen, done = _Seen(), list[Fold]()
-    for index, (train, held_out) in enumerate(splits.pairs):
-        fold_seed = mixed_seed(seed, zlib.crc32(np.sort(held_out).tobytes()))
+    rows = len(rows_of(data, None))  # DataError for data without numbered rows
+    sides = _split(folds, data, rows, target=target, groups=groups, validation=validation, seed=seed)
+    earlier, done = _EarlierFolds(), list[Fold]()
+    for index, parts in enumerate(sides):
+        fold_seed = _fold_seed(seed, parts[-1])
         try:
             with rng_preserved():
                 start_random_state(fold_seed)
                 trainer = _make(make_trainer, index)
-                seen.check(trainer, index)
+                earlier.refuse_shared(trainer, index)
                 if drawn and trainer.world.size > 1:
                     what = "cross_validate without a seed in a run of several processes: each would draw its own"
                     raise SettingError(what, fix="cross_validate(..., seed=0)")
                 if validation is None:
                     _refuse_watching(trainer)
-                    sides = [train, held_out]
-                else:
-                    sides = [*splits.split_off(train, validation, seed=fold_seed), held_out]
-                sets = _prepared(prepare, [_take(data, rows) for rows in sides])
-                fit = partial(trainer.fit, epochs=epochs, resume=resume)
-                numbers, result, outputs = _run(trainer, fit, sets, batch_size=batch_size, seed=fold_seed)
-                done.append(Fold(held_out, len(sides[0]), fold_seed, numbers, result, outputs))
+                train, *others = _prepared(prepare, [_take(data, part) for part in parts])
+                if takes_batch_size(train):
+                    train = batches(train, batch_size, shuffle=True, seed=fold_seed)
+                *val, held_out = [batches(one, batch_size) if takes_batch_size(one) else one for one in others]
+                result = trainer.fit(train, *val, epochs=epochs, resume=resume)
+                numbers = trainer.evaluate(held_out, name="held_out")
+                numbers = {name.removeprefix("held_out_"): value for name, value in numbers.items()}
+                outputs = trainer.predict(held_out)
+                done.append(Fold(parts[-1], len(parts[0]), fold_seed, numbers, result, outputs))
         except Exception as error:
-            error.add_note(f"in fold {index} of {len(splits.pairs)}, counted from 0")
+            error.add_note(f"in fold {index} of {len(sides)}, counted from 0")
             raise
-    return CrossValidation(tuple(done), splits.rows, seed)
+    return CrossValidation(tuple(done), rows, seed)
 
 
-def _run(
-    trainer: Trainer[Any], fit: Callable[..., Result], sets: Sequence[Any], *, batch_size: int, seed: int
-) -> tuple[dict[str, float], Result, Any]:
-    """Train one fold, and measure it on the last of the sets; return numbers, result and predictions."""
-    train, *others = sets
-    if takes_batch_size(train):
-        train = batches(train, batch_size, shuffle=True, seed=seed)
-    others = [batches(one, batch_size) if takes_batch_size(one) else one for one in others]
-    result = fit(train, others[0] if len(others) == 2 else None)
-    numbers = trainer.evaluate(others[-1], name="held_out")
-    numbers = {name.removeprefix("held_out_"): value for name, value in numbers.items()}
-    return numbers, result, trainer.predict(others[-1])
+def _fold_seed(seed: int, held_out: Rows) -> int:
+    """Return the seed of a fold, by the rows held out: it does not depend on the position among the folds."""
+    return mixed_seed(seed, zlib.crc32(np.sort(held_out).tobytes()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -168,23 +163,23 @@ class CrossValidation:
         rows held out more than once, outputs of several shapes, and integers with rows missing.
         `folds[i].predictions` holds those of each fold in any case.
         """
-        times, rows = self.held_out, torch.from_numpy(np.concatenate([fold.rows for fold in self.folds]))
-        missing = torch.nonzero(times == 0).flatten()
+        rows = torch.from_numpy(np.concatenate([fold.rows for fold in self.folds]))
+        missing, most = int((self.held_out == 0).sum()), int(self.held_out.max())
 
         def in_order(output: Tensor) -> Tensor:
             if len(output) != len(rows):
-                raise _apart("outputs of several shapes")
-            if len(missing) and not output.is_floating_point():
-                raise _apart(f"{output.dtype}, and {len(missing)} rows were never held out")
-            room = output.new_full((self.rows, *output.shape[1:]), math.nan if len(missing) else 0)
-            room[rows] = output
-            return room
+                raise _not_in_order("outputs of several shapes")
+            if missing and not output.is_floating_point():
+                raise _not_in_order(f"{output.dtype}, and {missing} rows were never held out")
+            ordered = output.new_full((self.rows, *output.shape[1:]), math.nan if missing else 0)
+            ordered[rows] = output
+            return ordered
 
-        if int(times.max()) > 1:
-            raise _apart(f"a row that was held out {int(times.max())} times")
+        if most > 1:
+            raise _not_in_order(f"a row that was held out {most} times")
         outputs = join([fold.predictions for fold in self.folds])
         if isinstance(outputs, list):
-            raise _apart("outputs of several shapes")
+            raise _not_in_order("outputs of several shapes")
         return change(outputs, torch.device("cpu"), in_order)
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,15 +197,14 @@ class CrossValidation:
             lines.append([str(index), str(len(fold.rows)), *numbers, *ended])
         lines.append(["mean", "", *map(number, mean.values()), "", ""])
         lines.append(["std", "", *map(number, std.values()), "", ""])
-        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-        return "\n".join("  ".join(map(str.rjust, line, widths)).rstrip() for line in lines)
+        return "\n".join(aligned(lines))
 
     def _values(self) -> dict[str, list[float]]:
         """Return each number of all folds, in their order."""
         return {name: [fold.numbers[name] for fold in self.folds] for name in self.folds[0].numbers}
 
 
-def _apart(have: str) -> DataError:
+def _not_in_order(have: str) -> DataError:
     return DataError(
         "the predictions of the folds cannot be one tensor in the order of the data",
         have=have,
@@ -219,121 +213,90 @@ def _apart(have: str) -> DataError:
     )
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Splits:
-    """The rows of every fold, and the columns that a split of its training rows depends on."""
-
-    rows: int
-    pairs: tuple[tuple[Rows, Rows], ...]
-    """(rows to train on, rows held out) of each fold."""
-    classes: NDArray[Any] | None
-    """The class of every row, where the folds are stratified."""
-    groups: NDArray[Any] | None
-
-    def split_off(self, train: Rows, share: float, *, seed: int) -> tuple[Rows, Rows]:
-        """Split training rows into those to fit and those to validate on.
-
-        Of a time series the last ones; complete groups where there are groups; else drawn, by class where folds are.
-        """
-        if all(one.max() < held_out.min() for one, held_out in self.pairs):  # trained on rows that come before
-            cut = len(train) - max(1, round(share * len(train)))
-            return train[:cut], train[cut:]
-        from sklearn.model_selection import GroupShuffleSplit, train_test_split
-
-        if self.groups is not None:
-            splitter = GroupShuffleSplit(1, test_size=share, random_state=seed)
-            fitted, validated = next(splitter.split(train, groups=self.groups[train]))
-            return train[np.sort(fitted)], train[np.sort(validated)]
-        classes = None if self.classes is None else self.classes[train]
-        fitted, validated = train_test_split(train, test_size=share, random_state=seed, stratify=classes)
-        return np.sort(fitted), np.sort(validated)
-
-
-def _split(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) -> _Splits:
-    """Return the rows of every fold; DataError where a row, or a group, is on both sides of one."""
-    rows = len(rows_of(data, None))  # DataError for data without numbered rows
-    groups = None if groups is None else _column(groups, "groups", rows)
-    classes = _last_column(data) if target is None else _column(target, "target", rows)
-    splitter = _splitter(folds, rows, classes, groups=groups, seed=seed) if isinstance(folds, int) else folds
-    kind = type(splitter)
-    if "Stratified" not in kind.__name__:
-        classes = None
-    elif classes is None:
-        what = f"{kind.__name__}, and the data have no target that is known"
-        raise SettingError(what, want="the class of each row", fix="cross_validate(..., target=classes)")
-    reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")  # others of sklearn's warn
-    with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
-        start_random_state(mixed_seed(seed, 0))
-        if hasattr(kind, "split") and kind is not str:
-            pairs = list(splitter.split(np.zeros(rows), classes, groups if reads_groups else None))
-        elif isinstance(folds, Iterable) and kind is not str:
-            pairs = list(folds)
-        else:
-            want = "a number, a splitter of scikit-learn, or pairs (rows to train on, rows held out)"
-            raise SettingError(f"folds={folds!r}", want=want, fix="folds=5, or folds=StratifiedKFold(5, shuffle=True)")
-    if not pairs:
-        raise SettingError("folds without one split", want="at least one pair of row numbers")
-    checked = tuple(_checked(pair, index, rows=rows, groups=groups) for index, pair in enumerate(pairs))
-    return _Splits(rows, checked, classes, groups)
+def _split(
+    folds: Any, data: Any, rows: int, *, target: Any, groups: Any, validation: float | None, seed: int
+) -> Sequence[tuple[Rows, ...]]:
+    """Return for each fold the rows to train on, those to validate on where there are any, and those held out."""
+    columns = data.tensors if type(data) is TensorDataset else data
+    if target is None and isinstance(columns, tuple | dict) and columns:
+        target = split(columns)[1]
+    classes, groups = _column(target, "target", rows), _column(groups, "groups", rows)
+    try:
+        splitter = _splitter(folds, classes, groups=groups, seed=seed)
+        kind = type(splitter)
+        classes = classes if "Stratified" in kind.__name__ else None
+        # Splitters of sklearn's that read no groups warn of them.
+        reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")
+        with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
+            start_random_state(mixed_seed(seed, 0))
+            found = list(splitter.split(np.zeros(rows), classes, groups if reads_groups else None))
+        given = [(_array(train), _array(held_out)) for train, held_out in found]
+        if not given:
+            raise ValueError("folds without one split")
+    except (TypeError, ValueError) as error:
+        want = "a number, a splitter of scikit-learn, or a pair (rows to train on, rows held out) for each fold"
+        fix = f"folds=5 (from 2 to {rows}); for a stratified splitter also target=classes, the class of each row"
+        raise SettingError(f"folds={folds!r}", have=first_line(error), want=want, fix=fix) from error
+    pairs = [_checked(pair, index, rows=rows, groups=groups) for index, pair in enumerate(given)]
+    if validation is None:
+        return pairs
+    if all(train.max() < held_out.min() for train, held_out in pairs):  # a time series: trained on what comes before
+        cuts = [len(train) - max(1, round(validation * len(train))) for train, _ in pairs]
+        return [(train[:cut], train[cut:], held_out) for cut, (train, held_out) in zip(cuts, pairs, strict=True)]
+    drawn = partial(_drawn, validation, classes=classes, groups=groups)
+    return [(*drawn(train, seed=_fold_seed(seed, held_out)), held_out) for train, held_out in pairs]
 
 
-def _splitter(folds: int, rows: int, classes: NDArray[Any] | None, *, groups: Any, seed: int) -> Any:
-    """Return the splitter of scikit-learn for a number of folds: shuffled, by group or by class where there are any."""
-    from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold
+def _splitter(folds: Any, classes: NDArray[Any] | None, *, groups: Any, seed: int) -> Any:
+    """Return a splitter of scikit-learn; for a number of folds by group, or shuffled, by class where that works."""
+    from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold, check_cv
 
-    if isinstance(folds, bool) or not 2 <= folds <= rows:
-        raise SettingError(f"folds={folds!r}", want=f"a whole number from 2 to {rows}, the rows", fix="folds=5")
+    if folds is not None and not isinstance(folds, Integral):  # check_cv takes None too, as five folds
+        return check_cv(folds)
     if groups is not None:
-        return GroupKFold(folds)
+        return GroupKFold(cast(int, folds))
     kind = KFold
     if classes is not None and classes.ndim == 1 and classes.dtype.kind in "biu":
         counts = np.unique(classes, return_counts=True)[1]
         kind = StratifiedKFold if len(counts) > 1 and counts.min() >= folds else KFold
-    return kind(folds, shuffle=True, random_state=mixed_seed(seed, 1))
+    return kind(cast(int, folds), shuffle=True, random_state=mixed_seed(seed, 1))
 
 
-def _checked(pair: Any, index: int, *, rows: int, groups: NDArray[Any] | None) -> tuple[Rows, Rows]:
-    """Return one split as two arrays of row numbers, without a row or a group on both sides."""
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise SettingError(f"fold {index} is {pair!r}", want="a pair: (rows to train on, rows held out)")
-    train, held_out = (_array(part) for part in pair)
-    for part in (train, held_out):
+def _drawn(share: float, train: Rows, *, classes: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
+    """Draw a share of the training rows to validate on: complete groups where there are any, else by class."""
+    from sklearn.model_selection import GroupShuffleSplit, ShuffleSplit, StratifiedShuffleSplit
+
+    kind = ShuffleSplit if classes is None else StratifiedShuffleSplit
+    splitter = (kind if groups is None else GroupShuffleSplit)(1, test_size=share, random_state=seed)
+    classes, groups = (None if column is None else column[train] for column in (classes, groups))
+    fitted, validated = next(splitter.split(train, classes, groups))
+    return np.sort(train[fitted]), np.sort(train[validated])
+
+
+def _checked(pair: tuple[Any, Any], index: int, *, rows: int, groups: NDArray[Any] | None) -> tuple[Rows, Rows]:
+    """Return the rows of a fold as int64; refuse what is no row number, and a row or a group on both sides."""
+    for part in pair:
         listed = part.ndim == 1 and part.size and part.dtype.kind in "iu"
         if not listed or part.min() < 0 or part.max() >= rows or len(np.unique(part)) < len(part):
             have = f"{part.min()} to {part.max()}" if listed else f"{part.size} of {part.dtype}"
             want = f"row numbers from 0 to {rows - 1}, each once, at least one"
             raise SettingError(f"the rows of fold {index}", have=have, want=want)
-    _refuse_leak("rows", train, held_out, index=index)
-    if groups is not None:
-        _refuse_leak("groups", groups[train], groups[held_out], index=index)
-    return train.astype(np.int64), held_out.astype(np.int64)
-
-
-def _refuse_leak(what: str, train: NDArray[Any], held_out: NDArray[Any], *, index: int) -> None:
-    shared = np.intersect1d(train, held_out)
-    if shared.size:
-        raise DataError(
-            f"fold {index} leaks: {shared.size} {what} are trained on and held out",
-            have=f"{what.removesuffix('s')} {shared[0].item()!r}" + (" and others" if shared.size > 1 else ""),
-            want=f"{what} that are on one side only",
-            fix="folds=GroupKFold(5), or a number of folds" if what == "groups" else "",
-        )
-
-
-def _last_column(data: Any) -> NDArray[Any] | None:
-    """Return the target column of data in memory; None where there is none."""
-    if type(data) is TensorDataset:
-        data = data.tensors
-    known = isinstance(data, tuple | dict | Tensor) and len(data)
-    target = split(data)[1] if known else None
-    return None if target is None else _array(target)
+    owners = {"rows": pair} if groups is None else {"rows": pair, "groups": (groups[pair[0]], groups[pair[1]])}
+    for what, (train, held_out) in owners.items():
+        shared = np.intersect1d(train, held_out)
+        if shared.size:
+            raise DataError(
+                f"fold {index} leaks: {shared.size} {what} are trained on and held out",
+                have=f"{what.removesuffix('s')} {shared[0].item()!r}" + (" and others" if shared.size > 1 else ""),
+                want=f"{what} that are on one side only",
+                fix="folds=GroupKFold(5), or a number of folds" if what == "groups" else "",
+            )
+    return pair[0].astype(np.int64), pair[1].astype(np.int64)
 
 
 def _take(data: Any, rows: Rows) -> Any:
     """Return those rows of the data, in the same kind of container."""
-    if isinstance(data, Tensor):
-        return data[torch.from_numpy(rows).to(data.device)]
-    if isinstance(data, np.ndarray):
+    if isinstance(data, Tensor | np.ndarray):
         return data[rows]
     if isinstance(data, dict):
         return {key: _take(column, rows) for key, column in data.items()}
@@ -342,75 +305,69 @@ def _take(data: Any, rows: Rows) -> Any:
     return Subset(data, rows.tolist())
 
 
-def _column(given: Any, name: str, rows: int) -> NDArray[Any]:
-    values = _array(given)
-    if values.ndim < 1 or len(values) != rows:
-        have = "a single value" if values.ndim < 1 else f"{len(values)} values for {rows} rows"
-        raise DataError(f"{name}=", have=have, want="one value for each row")
-    return values
+def _column(values: Any, name: str, rows: int) -> NDArray[Any] | None:
+    if values is None:
+        return None
+    column = _array(values)
+    if column.shape[:1] != (rows,):
+        raise DataError(f"{name}=", have=f"{column.size} values for {rows} rows", want="one value for each row")
+    return column
 
 
 def _array(values: Any) -> NDArray[Any]:
     return values.detach().cpu().numpy() if isinstance(values, Tensor) else np.asarray(values)
 
 
-class _Seen:
+class _EarlierFolds:
     """The weights and directories of earlier folds; weights are held weakly, since released ones cannot leak."""
 
     def __init__(self) -> None:
-        self._tensors: list[tuple[weakref.ref[Tensor], str, int]] = []
+        self._tensors: list[tuple[weakref.ref[Tensor], str]] = []
         self._directories: dict[Path, int] = {}
 
-    def check(self, trainer: Trainer[Any], fold: int) -> None:
+    def refuse_shared(self, trainer: Trainer[Any], fold: int) -> None:
         """Refuse a trainer that has trained, or that shares weights, statistics or its directory with another fold."""
-        if trainer._counters.updates or trainer.result is not None:
-            raise _leak("a trainer that has been trained already", fold)
         # By memory, since a Parameter may be made of the tensor of another.
-        before = {one.data_ptr(): (name, at) for ref, name, at in self._tensors if (one := ref()) is not None}
-        for name, tensor in _trained_tensors(trainer):
-            if tensor.numel() and not tensor.is_meta:
-                if (found := before.get(tensor.data_ptr())) is not None:
-                    raise _leak(f"{found[0]} of fold {found[1]}", fold)
-                self._tensors.append((weakref.ref(tensor), name, fold))
-        directory = None if trainer.checkpoint is None else trainer.checkpoint.directory
-        at = fold if directory is None else self._directories.setdefault(Path(directory).resolve(), fold)
-        if at != fold:
-            what = f"folds {at} and {fold} would write their checkpoints to one directory, {directory}"
-            fix = 'def make_trainer(fold): ... checkpoint=Checkpoint(f"runs/fold{fold}")'
-            raise SettingError(what, want="a directory for each", fix=fix)
+        known = {one.data_ptr(): name for ref, name in self._tensors if (one := ref()) is not None}
+        tensors = list(_trained_tensors(trainer))
+        again = [known[tensor.data_ptr()] for _, tensor in tensors if tensor.data_ptr() in known]
+        if trainer._counters.updates or trainer.result is not None:
+            again = ["a trainer that has been trained already"]
+        if again:
+            raise SettingError(
+                f"make_trainer() gave {again[0]} again, to fold {fold}: it has seen the rows that are to be held out",
+                want="a fresh model, optimizer and trainer at each call",
+                fix="def make_trainer(): model = Net(); return Trainer(model, torch.optim.SGD(model.parameters()))",
+            )
+        self._tensors += [(weakref.ref(tensor), f"{name} of fold {fold}") for name, tensor in tensors]
+        if trainer.checkpoint is not None:
+            directory = trainer.checkpoint.directory
+            first = self._directories.setdefault(Path(directory).resolve(), fold)
+            if first != fold:
+                what = f"folds {first} and {fold} would write their checkpoints to one directory, {directory}"
+                fix = 'def make_trainer(fold): ... checkpoint=Checkpoint(f"runs/fold{fold}")'
+                raise SettingError(what, want="a directory for each", fix=fix)
 
 
-def _trained_tensors(trainer: Trainer[Any]) -> list[tuple[str, Tensor]]:
-    """Return the trained weights, and the running statistics that training moves, with a name for messages."""
-    found: list[tuple[str, Tensor]] = []
+def _trained_tensors(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
+    """Yield the trained weights, and the running statistics that training changes, with a name for messages."""
     for root in trained_modules(trainer):
-        found += [(f"weight {name!r}", one) for name, one in root.named_parameters() if one.requires_grad]
-        modules = list(root.named_modules())
-        wakes = not any(module.training for _, module in modules)  # `fit` switches such a model to train mode
-        for path, module in modules:
-            if has_running_statistics(module) and not held(module) and (module.training or wakes):
-                prefix = f"{path}." if path else ""
-                found += [(f"statistics {prefix + name!r}", one) for name, one in module.named_buffers(recurse=False)]
-    return found
-
-
-def _leak(what: str, fold: int) -> SettingError:
-    return SettingError(
-        f"make_trainer() gave {what} again, to fold {fold}: it has seen the rows that are to be held out",
-        want="a fresh model, optimizer and trainer at each call",
-        fix="def make_trainer(): model = Net(); return Trainer(model, torch.optim.AdamW(model.parameters()), ...)",
-    )
+        found = [(f"weight {name!r}", one) for name, one in root.named_parameters() if one.requires_grad]
+        is_switched = not any(module.training for module in root.modules())  # `fit` switches such a model to train mode
+        for path, module in root.named_modules():
+            if has_running_statistics(module) and not held(module) and (module.training or is_switched):
+                found += [(f"statistics {name!r}", one) for name, one in module.named_buffers(path, recurse=False)]
+        yield from (one for one in found if one[1].data_ptr())  # 0: a tensor that is empty or on the meta device
 
 
 def _make(make_trainer: Callable[..., Any], fold: int) -> Trainer[Any]:
     """Return a trainer for a fold; its number is given to a function with one argument that has no default."""
-    if isinstance(make_trainer, Trainer) or not callable(make_trainer):
-        what = f"make_trainer is a {type(make_trainer).__name__}"
+    if not callable(make_trainer):
         want = "a function that builds a fresh trainer for each fold"
-        raise SettingError(what, want=want, fix="def make_trainer(): return Trainer(...)")
+        fix = "def make_trainer(): return Trainer(...)"
+        raise SettingError(f"make_trainer is a {type(make_trainer).__name__}", want=want, fix=fix)
     parameters = inspect.signature(make_trainer).parameters.values()
-    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    needed = [one for one in parameters if one.kind in by_place and one.default is one.empty]
+    needed = [one for one in parameters if one.kind <= one.POSITIONAL_OR_KEYWORD and one.default is one.empty]
     made = make_trainer(fold) if len(needed) == 1 else make_trainer()
     if not isinstance(made, Trainer):
         raise SettingError(f"make_trainer() gave a {type(made).__name__}", want="a Trainer")
@@ -418,9 +375,7 @@ def _make(make_trainer: Callable[..., Any], fold: int) -> Trainer[Any]:
 
 
 def _prepared(prepare: Callable[..., Any] | None, sets: list[Any]) -> list[Any]:
-    if prepare is None:
-        return sets
-    given = prepare(*sets)
+    given = sets if prepare is None else prepare(*sets)
     if not isinstance(given, tuple | list) or len(given) != len(sets):
         have = f"{len(given)} of them" if isinstance(given, tuple | list) else f"a {type(given).__name__}"
         want = f"{len(sets)} data sets: the training rows, and the others as they were given"
@@ -431,12 +386,9 @@ def _prepared(prepare: Callable[..., Any] | None, sets: list[Any]) -> list[Any]:
 def _refuse_watching(trainer: Trainer[Any]) -> None:
     """Refuse a trainer that monitors validation numbers where there are no rows to validate on."""
     early, checkpoint = trainer.early_stopping, trainer.checkpoint
-    watched = {
-        "early_stopping": None if early is None else early.monitor,
-        "checkpoint": None if checkpoint is None else checkpoint.best,
-    }
+    watched = {"early_stopping": early and early.monitor, "checkpoint": checkpoint and checkpoint.best}
     for slot, monitor in watched.items():
-        if isinstance(monitor, str) and monitor.startswith("val_"):
+        if monitor and monitor.startswith("val_"):
             what = f"{slot} watches {monitor!r}, and the rows held out are never shown to fit: the choice would leak"
             want = "a share of each fold's training rows to validate on"
             raise SettingError(what, want=want, fix="cross_validate(..., validation=0.1)")
@@ -450,5 +402,5 @@ def _check_settings(validation: Any, *, seed: Any, resume: Any) -> None:
         check_whole(seed, f"cross_validate(seed={seed!r})", least=None, fix="seed=0")
     check_choice(resume, "cross_validate", "resume", choices=(None, "auto"), fix='resume="auto"')
     if resume is not None and seed is None:
-        what = 'resume="auto" without a seed: the folds would be others than those that were begun'
+        what = 'resume="auto" without a seed: a new seed gives other folds than those of the first run'
         raise SettingError(what, fix='cross_validate(..., seed=0, resume="auto")')

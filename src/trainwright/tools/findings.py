@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
@@ -18,15 +17,15 @@ from trainwright.core.errors import StepError, listed, user_line
 from trainwright.core.torch_private import BatchNorm, tree_leaves
 from trainwright.core.trees import parameters_in
 from trainwright.data.opening import takes_batch_size
-from trainwright.tools.trial import ready, variant
+from trainwright.tools.trial import is_several, ready, variant
 from trainwright.trainer import Trainer
 
 UPDATES = 3
-"""Updates that are watched, where there are batches enough."""
+"""The most updates that are watched."""
 LARGE, LARGE_FEATURE, TINY = 3.0, 10.0, 0.01
-"""Root mean square of all inputs, of one feature, and largest input outside of which inputs are out of scale."""
+"""Inputs are out of scale if the root mean square of all, or of one feature, is above, or all are below these."""
 ROUNDING = 0.02
-"""Gradient of a bias, relative to that of its layer's weight, up to which it is rounding; bfloat16 reaches 0.01."""
+"""The largest gradient of a bias, relative to that of its layer's weight, that is rounding; bfloat16 reaches 0.01."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _INPUT_LAYERS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS)
@@ -106,8 +105,8 @@ def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
     own = hooks.overrides_training_step or hooks.overrides_validation_step or hooks.overrides_evaluate
     if val is None and (own or hooks.overrides_update):
         return None
-    if isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values()):
-        val = next(iter(val.values()))  # the first of several data sets; a dict of columns is one data set
+    if is_several(val):
+        val = next(iter(val.values()))
     watch, twin, batch = _Watch(trainer), _silent(trainer), batches[:1]
     if val is not None:
         batch = ready(twin, val, updates=1, batch_size=batch_size if takes_batch_size(val) else None)[:1]

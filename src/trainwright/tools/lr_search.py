@@ -28,7 +28,7 @@ FEWEST = 16
 CLEAR = 3.0
 """The least fall of the loss, as a multiple of its noise; it must also be 1 % of the loss."""
 SLACK = 3.0
-"""The least factor between the rate of the lowest loss and the suggestion."""
+"""The least ratio of the rate of the lowest loss to the suggestion."""
 _RULE = "where the smoothed loss falls fastest, but at most a third of the rate where it is lowest"
 
 
@@ -49,7 +49,7 @@ class LRRange:
     steepest: float | None
     """The rate where the smoothed loss falls fastest, before it is lowest."""
     tenth: float | None
-    """A tenth of the rate where the smoothed loss is lowest: the other common rule, a careful one."""
+    """A tenth of the rate where the smoothed loss is lowest: another common rule, more careful."""
     stopped: str
     """The reason that the sweep ended."""
     notes: tuple[str, ...] = ()
@@ -212,7 +212,7 @@ def _notes(rates: Sequence[float], *, low: int, steep: int) -> tuple[str, ...]:
     if steep < edge:
         notes.append(f"the loss falls fastest right at the lowest rate: begin lower, lowest={rates[0] / 100:.1g}")
     if low >= len(rates) - edge:
-        notes.append(f"the loss still falls at the highest rate: go on, highest={rates[-1] * 100:.1g}")
+        notes.append(f"the loss still falls at the highest rate: raise it, highest={rates[-1] * 100:.1g}")
     return tuple(notes)
 
 

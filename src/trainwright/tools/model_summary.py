@@ -22,7 +22,7 @@ from trainwright.core.trees import parameters_of, tensors_in
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.flops import twin_on
 from trainwright.modules.peak_memory import LiveTensors
-from trainwright.observers.table import amount, byte_size
+from trainwright.observers.table import aligned, amount, byte_size
 from trainwright.update.batches import split
 
 Call = Callable[[nn.Module, Any], Any]
@@ -140,13 +140,11 @@ class Summary:
     def table(self, depth: int | None = None) -> str:
         """Return the table as text, with modules down to `depth` (the model is at 0)."""
         layers = [layer for layer in self.layers if depth is None or layer.depth <= depth]
-        rows = [_HEAD, *map(_row, layers)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(_HEAD))]
-        lines = ["  ".join(_placed(row, widths)).rstrip() for row in rows]
+        lines = aligned([_HEAD, *map(_row, layers)], left=2)
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self._totals()])
 
     def __str__(self) -> str:
-        """Return the whole table."""
+        """Return the complete table."""
         return self.table()
 
     def _totals(self) -> Iterator[str]:
@@ -161,7 +159,7 @@ class Summary:
         if unknown:
             yield f"operations of {', '.join(unknown)} are not counted: torch has no formula for them"
         if self.note:
-            yield f"measured where the model lies: {self.note}"
+            yield f"measured on the model's own device: {self.note}"
 
 
 _HEAD = ("module", "output", "parameters", "trained", "buffers", "operations", "kept")
@@ -174,11 +172,6 @@ def _row(layer: Layer) -> tuple[str, ...]:
     numbers = (layer.parameters, layer.trained, layer.buffers)
     flops = "?" if layer.uncounted else amount(layer.flops)
     return (name, shapes + times, *(f"{one:,}" for one in numbers), flops, byte_size(layer.kept))
-
-
-def _placed(row: tuple[str, ...], widths: list[int]) -> Iterator[str]:
-    for column, (text, width) in enumerate(zip(row, widths, strict=True)):
-        yield text.ljust(width) if column < 2 else text.rjust(width)
 
 
 def _why_not_meta(model: nn.Module) -> str:
@@ -331,7 +324,7 @@ def _dry_run(
     counts: bool = False,
     prepare: Callable[[_DryRun], None] = lambda _: None,
 ) -> Iterator[_DryRun]:
-    """Run a copy of `model` forward on the device `on`, or with copies of its weights and inputs where it lies (None).
+    """Run the forward of a copy of `model` with copied inputs, on the device `on`, or on the model's own (None).
 
     Hooks are left out. Bytes are counted; with `counts` operations are instead, since torch's counter keeps tensors
     alive. `prepare` is called before the forward. In the context the output is there, and the backward can be run.

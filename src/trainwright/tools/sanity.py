@@ -22,7 +22,7 @@ from trainwright.data.opening import takes_batch_size
 from trainwright.observers.probes import Probe
 from trainwright.observers.table import duration, number, rate
 from trainwright.protocols import Observer
-from trainwright.tools.trial import check_trainer, open_afresh, ready, traceless, variant
+from trainwright.tools.trial import check_trainer, is_several, open_afresh, ready, traceless, variant
 from trainwright.trainer import Trainer
 
 _BY_LENGTH = ("schedule", "average")
@@ -126,7 +126,7 @@ def _run_once(
 
 def _held_out(val: Any, batch_size: int | None) -> Any:
     """Return two batches of each validation set."""
-    if isinstance(val, Mapping) and not all(hasattr(one, "shape") for one in val.values()):
+    if is_several(val):
         return {name: _held_out(one, batch_size) for name, one in val.items()}
     with rng_preserved():
         source = open_afresh(val, batch_size=batch_size if takes_batch_size(val) else None, role="val")
@@ -181,7 +181,7 @@ class Overfit:
 
     @property
     def fell(self) -> bool:
-        """Whether the loss fell to at most `share` of what it was at first. A loss whose floor is not 0 never does."""
+        """Whether the loss fell to at most `share` of its first value. A loss whose minimum is not 0 may never."""
         return not self.error and len(self.losses) > 1 and self.losses[-1] <= self.share * self.losses[0]
 
     @property
@@ -196,7 +196,7 @@ class Overfit:
     def __str__(self) -> str:
         first, last = (self.losses[0], self.losses[-1]) if self.losses else (math.nan, math.nan)
         what = f"{self.batches} batch{'es' if self.batches > 1 else ''}, {self.updates} updates"
-        verdict = "model, loss and optimizer can learn" if self.fell else "it does not learn them by heart"
+        verdict = "model, loss and optimizer can learn" if self.fell else "it does not memorize them"
         lines = [f"overfit {what}: loss {number(first)} to {number(last)}: {verdict}"]
         lines += [f"  {self.error}"] if self.error else []
         if self.untrained:
@@ -206,9 +206,7 @@ class Overfit:
         elif not self.fell:
             rates = ", ".join(dict.fromkeys(map(rate, self.rates)))
             lines.append(f"  learning rate {rates}: try others by find_lr(trainer, train)")
-            lines.append(
-                "  do targets belong to their inputs? does the loss read what the model gives, is its least 0?"
-            )
+            lines.append("  check that targets match inputs, that the loss reads the output, and that its minimum is 0")
         return "\n".join(lines)
 
 
@@ -256,7 +254,7 @@ def overfit_batches(
 
 
 class _LossRecorder(Observer):
-    """Records the mean loss of each pass, and ends the run near zero."""
+    """Records the mean loss of each pass, and stops the run near zero."""
 
     def __init__(self, batches: int, share: float) -> None:
         self.passes: list[float] = []

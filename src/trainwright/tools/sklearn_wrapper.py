@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass
 from functools import partial
 from typing import Any, Literal, Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin
+from sklearn.base import BaseEstimator, ClassifierMixin, RegressorMixin, is_classifier
 from sklearn.model_selection import train_test_split
 from sklearn.utils import check_random_state
 from sklearn.utils.metaestimators import available_if
@@ -26,67 +27,46 @@ from trainwright.core.suggestions import suggests
 from trainwright.data.opening import batches
 from trainwright.optim.optimizers import adamw
 from trainwright.trainer import Trainer
-from trainwright.update.losses import KnownLoss, known_loss
+from trainwright.update.losses import known_loss
 
 Array = NDArray[Any]
-_NESTED = ("module", "trainer")
-"""Prefixes: `<name>__x` sets the entry x of `<name>_params`."""
-_FOR_PREDICTION = ("device", "precision")
-"""The settings of a trainer that apply to predictions too."""
+_NESTED = {"module__": "module_params", "trainer__": "trainer_params"}
+"""Prefixes of parameters, each with the dict that holds them: `module__x` is the entry x of `module_params`."""
 
 
+@suggests
+@dataclass(eq=False, repr=False)
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """The base class of classifier and regressor."""
+    """The base class of classifier and regressor; the fields are the parameters of scikit-learn."""
 
-    _is_classifier = False
-
-    @suggests
-    def __init__(
-        self,
-        module: Callable[..., nn.Module] | Literal["auto"] = "auto",
-        *,
-        module_params: Mapping[str, Any] | None = None,
-        loss: Callable[..., Any] | Literal["auto"] = "auto",
-        optimizer: Callable[..., torch.optim.Optimizer] | Literal["auto"] = "auto",
-        lr: float = 1e-3,
-        epochs: int = 50,
-        batch_size: int | Literal["all"] = 32,
-        validation: float | None = None,
-        trainer_params: Mapping[str, Any] | None = None,
-        dtype: str = "float32",
-        random_state: Any = None,
-    ) -> None:
-        self.module = module
-        self.module_params = module_params
-        self.loss = loss
-        self.optimizer = optimizer
-        self.lr = lr
-        self.epochs = epochs
-        self.batch_size = batch_size
-        self.validation = validation
-        self.trainer_params = trainer_params
-        self.dtype = dtype
-        self.random_state = random_state
+    module: Callable[..., nn.Module] | Literal["auto"] = "auto"
+    _: KW_ONLY
+    module_params: Mapping[str, Any] | None = None
+    loss: Callable[..., Any] | Literal["auto"] = "auto"
+    optimizer: Callable[..., Any] | Literal["auto"] = "auto"
+    lr: float = 1e-3
+    epochs: int = 50
+    batch_size: int | Literal["all"] = 32
+    validation: float | None = None
+    trainer_params: Mapping[str, Any] | None = None
+    dtype: str = "float32"
+    random_state: Any = None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
         """Return the parameters; `deep`: those of the module and the trainer too, as `module__<name>`."""
         params: dict[str, Any] = super().get_params(deep)
-        for prefix in _NESTED if deep else ():
-            own = getattr(self, f"{prefix}_params")
-            params |= {f"{prefix}__{name}": own[name] for name in (own if isinstance(own, Mapping) else ())}
+        for prefix, held in _NESTED.items() if deep else ():
+            own = params[held]
+            params |= {f"{prefix}{name}": own[name] for name in (own if isinstance(own, Mapping) else ())}
         return params
 
     def set_params(self, **params: Any) -> Self:
         """Set parameters; `module__<name>` and `trainer__<name>` set one of the module's or the trainer's."""
-        own = {
-            name: value for name, value in params.items() if name.partition("__")[0] not in _NESTED or "__" not in name
-        }
-        super().set_params(**own)
-        for prefix in _NESTED:
-            start = f"{prefix}__"
-            given = {name.removeprefix(start): value for name, value in params.items() if name.startswith(start)}
+        super().set_params(**{name: one for name, one in params.items() if not name.startswith(tuple(_NESTED))})
+        for prefix, held in _NESTED.items():
+            given = {name.removeprefix(prefix): one for name, one in params.items() if name.startswith(prefix)}
             if given:
-                setattr(self, f"{prefix}_params", {**(getattr(self, f"{prefix}_params") or {}), **given})
+                setattr(self, held, {**(getattr(self, held) or {}), **given})
         return self
 
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
@@ -96,31 +76,31 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         of weight 0 are left out. The random state of the process is restored, but for a draw from NumPy's where
         `random_state` is None, as with every estimator of scikit-learn.
         """
-        X, y = validate_data(self, X, y, dtype=self._numpy_dtype(), multi_output=not self._is_classifier)
-        weight = _weights(sample_weight, X)
-        if weight is not None:
-            X, y, weight = X[weight > 0], y[weight > 0], weight[weight > 0]
+        X, y = validate_data(self, X, y, dtype=self._numpy_dtype(), multi_output=not is_classifier(self))
+        weights = []
+        if sample_weight is not None:
+            weight = _check_sample_weight(sample_weight, X, dtype=X.dtype, ensure_non_negative=True)
+            X, y, weights = X[weight > 0], y[weight > 0], [weight[weight > 0]]
         target, outputs = self._read_target(y)
+        train, val = (X, target, *weights), None
         seed = int(check_random_state(self.random_state).randint(2**31 - 1))
         with rng_preserved():
             start_random_state(seed)
-            self._train([X, target, *([] if weight is None else [weight])], outputs, seed=seed)
+            trainer = self._make_trainer(X.shape[1], outputs, weighted=bool(weights))
+            if self.validation is not None:
+                classes = target if is_classifier(self) else None
+                split: Any = train_test_split(*train, test_size=self.validation, random_state=seed, stratify=classes)
+                train, val = tuple(split[::2]), tuple(split[1::2])
+            size = self._batch_rows(len(train[0]))
+            result = trainer.fit(
+                batches(train, size, shuffle=True, seed=seed),
+                None if val is None else batches(val, size),
+                epochs=self.epochs,
+            )
+        self.history_, self.module_ = result.history, trainer.model
         return self
 
-    def _train(self, columns: Sequence[Array], outputs: int, *, seed: int) -> None:
-        trainer = self._make_trainer(columns[0].shape[1], outputs, weighed=len(columns) == 3)
-        held_out = None
-        if self.validation is not None:
-            classes = columns[1] if self._is_classifier else None
-            split: Any = train_test_split(*columns, test_size=self.validation, random_state=seed, stratify=classes)
-            columns, held_out = split[::2], tuple(split[1::2])
-        size = self._batch_rows(len(columns[0]))
-        train = batches(tuple(columns), size, shuffle=True, seed=seed)
-        val = None if held_out is None else batches(held_out, size)
-        self.history_ = trainer.fit(train, val, epochs=self.epochs).history
-        self.module_ = trainer.model
-
-    def _make_trainer(self, features: int, outputs: int, *, weighed: bool) -> Trainer[Any]:
+    def _make_trainer(self, features: int, outputs: int, *, weighted: bool) -> Trainer[Any]:
         """Return a trainer with a fresh module, for these numbers of features and outputs."""
         build = perceptron if self.module == "auto" else self.module
         if isinstance(build, nn.Module) or not callable(build):
@@ -130,12 +110,14 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         params = self.module_params or {}
         module = build(features, outputs, **params).to(getattr(torch, self.dtype))
         optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
-        optimizer = partial(optimizer, lr=self.lr) if _takes_parameters(optimizer) else optimizer(lr=self.lr)
+        # A class of torch's, or a partial of one, takes parameters; `adamw(lr=...)` returns a function of the model.
+        takes_parameters = isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
+        optimizer = partial(optimizer, lr=self.lr) if takes_parameters else optimizer(lr=self.lr)
         loss: Any = copy.deepcopy(self.loss)  # a module may have weights of its own
         if loss == "auto":
-            loss = nn.CrossEntropyLoss() if self._is_classifier else nn.MSELoss()
+            loss = nn.CrossEntropyLoss() if is_classifier(self) else nn.MSELoss()
         settings = {"console": False, "parallel": None, **(self.trainer_params or {})}
-        if not weighed:
+        if not weighted:
             return Trainer(module, optimizer, loss, **settings)
         trainer = _WeightedTrainer(module, optimizer, loss, **settings)
         trainer.each = _each_row(loss)
@@ -145,7 +127,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         """Return the outputs of the module for rows."""
         check_is_fitted(self)
         X = validate_data(self, X, dtype=self._numpy_dtype(), reset=False)
-        settings = {name: value for name, value in (self.trainer_params or {}).items() if name in _FOR_PREDICTION}
+        given = self.trainer_params or {}
+        settings = {name: given[name] for name in ("device", "precision") if name in given}
         predictor = Trainer(self.module_, console=False, parallel=None, **settings)
         output: Tensor = predictor.predict(X, batch_size=max(1024, self._batch_rows(len(X))))
         return output
@@ -166,7 +149,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
     def __getstate__(self) -> dict[str, Any]:
         """Return the state with the weights on the CPU, so that it can be loaded without a GPU."""
-        state: dict[str, Any] = dict(super().__getstate__())
+        given: Any = super().__getstate__()
+        state: dict[str, Any] = dict(given)
         module = state.get("module_")
         if module is not None and any(not tensor.is_cpu for tensor in (*module.parameters(), *module.buffers())):
             state["module_"] = copy.deepcopy(module).cpu()
@@ -184,8 +168,6 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     `random_state` is scikit-learn's: a whole number repeats a fit. After `fit`: `classes_`, `module_`,
     `history_`.
     """
-
-    _is_classifier = True
 
     def predict(self, X: Any) -> Array:
         """Return the likeliest class of each row."""
@@ -249,9 +231,6 @@ class _WeightedTrainer(Trainer[Any]):
 
     each: Callable[[Tensor, Tensor], Tensor]
 
-    def split(self, batch: Any) -> tuple[Any, Any]:
-        return (batch[0],), batch[1]
-
     def count(self, batch: Any) -> Any:
         return batch[2].sum()
 
@@ -262,25 +241,11 @@ class _WeightedTrainer(Trainer[Any]):
         return StepOutput(SumLoss(total, weight.sum()), output, target)
 
 
-def _takes_parameters(optimizer: Any) -> bool:
-    """Return whether it is a class of torch's or a partial of one; `adamw(lr=...)` returns a function of the model."""
-    return isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
-
-
 def _each_row(loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
     """Return the loss as one value per row; SettingError for one without a known form per row."""
-    known: KnownLoss | None = known_loss(loss)
+    known = known_loss(loss)
     if known is None or known.reduction != "mean" or getattr(loss, "weight", None) is not None:
         fix = "loss=nn.CrossEntropyLoss(), and the weights of classes in sample_weight"
         what = f"sample_weight with loss={loss!r}"
         raise SettingError(what, want="a mean of torch's own, without weights of classes", fix=fix)
     return known.each_row
-
-
-def _weights(given: Any, X: Array) -> Array | None:
-    if given is None:
-        return None
-    weight: Array = _check_sample_weight(given, X, dtype=X.dtype, ensure_non_negative=True)
-    if not weight.any():
-        raise ValueError("All sample_weight are 0: there is no row to train on")
-    return weight

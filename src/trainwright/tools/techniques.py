@@ -1,4 +1,4 @@
-"""The eight techniques that `advise` tries, and settings of the process that it names."""
+"""The eight techniques that `advise` tries, and the settings of the process that it lists."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from trainwright.core.errors import TrainwrightError
 from trainwright.data.opening import batches, open_source
 from trainwright.data.row_batches import Batches
 from trainwright.modules.activations import checkpoint_activations, is_recomputed
-from trainwright.tools.batch_search import joined
+from trainwright.tools.trial import joined
 from trainwright.trainer import Trainer
 
 COMPILING = 40.0
-"""Seconds that compiling may take."""
+"""Estimated seconds of compiling a model."""
 WORKERS = 4
-"""Workers that are tried, where there are cores for them."""
+"""The most loader workers that are tried; not more than there are cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,17 +39,17 @@ class Technique:
     settings: Mapping[str, Any] = field(default_factory=dict)
     """Keywords of `variant`."""
     around: Callable[[Trainer[Any]], AbstractContextManager[Any]] = lambda _: nullcontext()
-    """A context in which it is switched on, for what is no setting of the trainer."""
+    """A context in which it is switched on, for changes that are no setting of the trainer."""
     data: Any = None
     """The source it reads; None: the one that it is compared with."""
     why_not: str = ""
-    """Why it cannot be tried, or is on."""
+    """The reason that it cannot be tried; empty where it can."""
     reads: bool = False
     """Whether it is compared on updates that read the user's data rather than ready batches."""
     start: float = 0.0
-    """Seconds that its first updates may take; above 0 one block is timed in place of many."""
+    """Estimated seconds of its start; above 0 one block is timed instead of many."""
     same_numbers: bool = True
-    """Whether the loss should be the same up to rounding."""
+    """Whether the loss is expected to be the same up to rounding."""
 
 
 def techniques(
@@ -74,7 +74,7 @@ def _fused(trainer: Trainer[Any]) -> Technique:
     names = sorted({type(one).__name__ for one in optimizers})
     kind = next((name for name in names if name in dir(torch.optim)), "AdamW")
     why_not = ""
-    if any("fused" not in one.defaults or not hasattr(torch.optim, type(one).__name__) for one in optimizers):
+    if any("fused" not in one.defaults or type(one).__name__ not in dir(torch.optim) for one in optimizers):
         why_not = f"{' and '.join(names)} of this kind cannot be fused"
     elif all(group.get("fused") for one in optimizers for group in one.param_groups):
         why_not = "it is on"
@@ -174,11 +174,11 @@ def _in_memory(train: Any, *, seconds_per_row: float, patience: float) -> Techni
     technique = Technique(name="in memory", how=how, reads=True, same_numbers=False)
     data_set: Any = train.dataset if isinstance(train, DataLoader) else None
     if isinstance(train, Batches):
-        data_set = getattr(train._data, "dataset", None)
+        data_set = train.data_set
     source: Any = open_source(train) if isinstance(train, DataLoader | Batches) else None
     if source is not None and (source.in_memory or type(data_set) is TensorDataset):
         return replace(technique, why_not="it is on")
-    if data_set is None or isinstance(data_set, IterableDataset):
+    if source is None or data_set is None or isinstance(data_set, IterableDataset):
         return replace(technique, why_not="there is no map-style data set to read")
     reading = 2 * seconds_per_row * len(data_set)
     if reading > patience:
@@ -191,7 +191,7 @@ def _in_memory(train: Any, *, seconds_per_row: float, patience: float) -> Techni
 
 
 def process_settings(device: torch.device) -> list[str]:
-    """Return the lines of settings of the process that may pay on this machine and are not set; not measured."""
+    """Return settings of the process that may pay on this machine and are not set, as lines of code; not measured."""
     cores, cpu, linux = usable_cores(), device.type == "cpu", sys.platform == "linux"
     threads, interop = torch.get_num_threads(), torch.get_num_interop_threads()
     offered = [

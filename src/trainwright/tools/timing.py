@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
-from itertools import count, pairwise
+from itertools import chain, count, pairwise
 from typing import Any, cast
 
 import torch
@@ -37,7 +37,7 @@ class Block:
 def run_block(
     trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique, *, updates: int, warm: int, segments: int = 1
 ) -> Block:
-    """Make `warm` and then `segments` times `updates` updates from the captured state, and restore it.
+    """Run `warm` updates and then `segments` times `updates` from the captured state, and restore it.
 
     They are one `fit` of a variant of the trainer, so that the time is that of `fit`. The clock is read where the loop
     asks for the first micro-batch of a window: all updates before are made, and the device has finished them.
@@ -59,7 +59,7 @@ def run_block(
 
 
 def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique) -> int:
-    """Return the most bytes alive in one update beside those before it: of the allocator on CUDA, else of tensors."""
+    """Return the peak bytes that one update adds to those before it: of the allocator on CUDA, else of tensors."""
     if trainer.device.type == "cuda":
         synchronize(trainer.device)
         torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -73,7 +73,7 @@ def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Techn
 
 
 class Clock:
-    """Reads the clock between the windows of a trial, in the place of the data."""
+    """Reads the clock between the windows of a trial, from inside the iteration over the data."""
 
     def __init__(self, trainer: Trainer[Any], *, warm: int, updates: int, segments: int) -> None:
         self._device, self._rows_of = trainer.device, trainer._hooks.rows
@@ -97,17 +97,9 @@ class Clock:
         aside: Any = source.beside()
         aside = copy.copy(source) if aside is source else aside
         epochs = aside.epoch
-
-        def passes() -> Iterator[Any]:
-            given = getattr(aside, "_given", None)  # known once the run has begun
-            for epoch in count():
-                if given is not None:
-                    aside._given = given  # a source that a run changes on the device expects one pass
-                yield from epochs(epoch)
-
         total = (self._warm + self._segments * self._updates) * self._every
         aside.length, aside.rows = total, None
-        aside.epoch = lambda epoch, skip=0: self._timed(passes(), total)
+        aside.epoch = lambda epoch, skip=0: self._timed(chain.from_iterable(map(epochs, count())), total)
         return cast(Source, aside)
 
     @property
@@ -153,7 +145,7 @@ class Phases:
     forward: float
     """The model."""
     backward: float
-    """The loss, all gradients, and the loop around."""
+    """The loss, all gradients, and the loop itself."""
     optimizer: float
     """The optimizer's step."""
 
@@ -169,7 +161,7 @@ class Phases:
 
 
 def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source, *, updates: int) -> Phases:
-    """Make a few updates on the user's data with a stopwatch on each phase, and restore the state.
+    """Run a few updates on the user's data, time each phase of them, and restore the state.
 
     Each phase waits for an accelerator, so that phases do not overlap as they do in a run.
     """

@@ -45,7 +45,7 @@ class TrainerSnapshot(Snapshot):
 
 
 class ObjectGraph(SnapshotPart):
-    """The containers, arrays, generators and tensors in the attributes of some objects, at any depth.
+    """The containers, arrays, generators and tensors in the attributes of some objects, at any depth of nesting.
 
     The same containers and tensors are filled again. Other objects in them are not copied.
     """

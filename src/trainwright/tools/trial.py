@@ -1,18 +1,23 @@
-"""Trials of a few updates of a trainer, as it is or with other settings, after which everything is restored."""
+"""Trials: a few updates of a trainer, unchanged or with other settings, after which everything is restored."""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
+import numpy as np
+import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
+from trainwright.core.trees import mapping_like, sequence_like
 from trainwright.data.data_state import is_stateful
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.opening import open_source
@@ -46,14 +51,14 @@ def check_trainer(given: Any, tool: str) -> None:
 
 @contextmanager
 def traceless(trainer: Trainer[Any]) -> Iterator[TrainerSnapshot]:
-    """Restore at the end whatever a trial inside may have changed, also after an error.
+    """Restore everything that trials in the block may change, also after an error.
 
-    That is: parameters, buffers and gradients in the memory that they lie in, each module's mode, hooks and plain
+    That is: parameters, buffers and gradients in their own memory, each module's mode, hooks and plain
     attributes, `requires_grad`, the optimizers' states and groups, a loss module, frozen modules, the trainer's own
     attributes, its state, counters and history, every random state (generators among those attributes too), and the
     switches of the process (TF32, cudnn.benchmark, threads, the grad mode). What other objects of the user's own hold
     is not restored. SettingError for layers that have no shape yet (`nn.LazyLinear`). Yields the snapshot: `restore()`
-    in the block starts one trial after another from the same state. The copies lie in the memory of the host.
+    in the block starts one trial after another from the same state. The copies are in host memory.
     """
     with switches_restored(), TrainerSnapshot(trainer) as before:
         yield before
@@ -69,7 +74,7 @@ def variant(trainer: T, **settings: Any) -> T:
     """
     if trainer.world.size > 1 or trainer.parallel.shards:
         what = "a trial in a group of processes, or of a model in shards"
-        raise SettingError(what, want="one process", fix="call it in a run of its own: python script.py")
+        raise SettingError(what, want="one process", fix="call it in a separate run: python script.py")
     twin = copy.copy(trainer)
     twin.world, twin.parallel = World(), Parallel()
     for name, value in {**_LEFT_OUT, **settings}.items():
@@ -121,6 +126,54 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     return [found[index % len(found)] for index in range(number)]
 
 
+def is_several(val: Any) -> TypeGuard[dict[str, Any]]:
+    """Return whether these are several validation sets by name; a dict of arrays or tensors is one, by column."""
+    return isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values())
+
+
+def compact(batch: Any) -> Any:
+    """Return a batch whose tensors are not views of larger ones, which would stay in memory with it."""
+    if isinstance(batch, Tensor):
+        return batch.clone() if batch.untyped_storage().nbytes() > batch.nbytes else batch
+    if isinstance(batch, Mapping):
+        return mapping_like(batch, {key: compact(value) for key, value in batch.items()})
+    if isinstance(batch, list | tuple):
+        return sequence_like(batch, map(compact, batch))
+    return batch
+
+
+def joined(batches: Sequence[Any]) -> Any:
+    """Return one batch with the rows of all, in containers of the same types; DataError for unequal shapes."""
+    first = batches[0]
+    if isinstance(first, Tensor | np.ndarray):
+        join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate
+        return _put_together(join, list(batches)) if first.ndim else first
+    if isinstance(first, Mapping):
+        return mapping_like(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    if isinstance(first, list | tuple):
+        return _in_row(first, batches)
+    if dataclasses.is_dataclass(first) and not isinstance(first, type):
+        whole = copy.copy(first)
+        for field in dataclasses.fields(first):
+            object.__setattr__(whole, field.name, joined([getattr(batch, field.name) for batch in batches]))
+        return whole
+    return first
+
+
+def _in_row(first: Any, batches: Sequence[Any]) -> Any:
+    if not any(isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in first):
+        return type(first)(item for batch in batches for item in batch)  # one name, say, for each row
+    return sequence_like(first, [joined(list(column)) for column in zip(*batches, strict=True)])
+
+
+def _put_together(join: Any, parts: list[Any]) -> Any:
+    try:
+        return join(parts)
+    except (RuntimeError, ValueError, TypeError) as error:
+        shapes = ", ".join(str(tuple(part.shape)) for part in parts[:2])
+        raise DataError(f"batches of shapes {shapes} cannot be joined", want="rows of one shape") from error
+
+
 def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train") -> Any:
     """Open data that a trial can read from their start, and `fit` again afterwards; DataError for others.
 
@@ -132,7 +185,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
             source.keep_workers(keeps=False)
         return source
     raise DataError(
-        f"{role} data that can be read only once, or go on where they were left: a trial would use them up",
+        f"{role} data that can be read only once, or that continue where they stopped: a trial would use them up",
         have=f"a {type(data).__name__}",
         want="data that start anew each time they are read",
         fix="a list of ready batches: list(itertools.islice(stream, 50))",
