@@ -152,7 +152,7 @@ def test_processes_share_every_batch(how: dict[str, Any], size: int) -> None:
     ranks = []
     for rank in range(size):
         source: Any = open_source(made(**settings))
-        source.deal(Shard(rank, size))
+        source.shard(Shard(rank, size))
         ranks.append([one._replace(batch=one.batch[-1]) for one in source.epoch(1)])
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == whole
     assert all(len(rows_of(one.batch)) == (one.rows or len(rows_of(one.batch))) for rank in ranks for one in rank)
@@ -183,7 +183,7 @@ def test_lengths_may_come_from_the_rows_and_draw_nothing() -> None:
 
 def test_rows_of_this_process_s_own_have_no_length_for_all() -> None:
     source: Any = open_source(sharded(made()))
-    source.deal(Shard(1, 2))
+    source.shard(Shard(1, 2))
     one = next(source.epoch(0))
     assert (source.length, source.rows, source.batch_size, one.all_rows) == (None, None, None, None)
 

@@ -241,10 +241,10 @@ def started() -> Any:
 )
 def test_what_is_not_known_to_resume_exactly_is_said_before_training(data: Any, said: str) -> None:
     source = open_source(data())
-    assert said in source.resumes
-    assert bool(said) == bool(source.resumes)
+    assert said in source.resume_caveat
+    assert bool(said) == bool(source.resume_caveat)
     if source.length is None or source.repeatable:
-        assert Continuing(source).resumes == source.resumes
+        assert Continuing(source).resume_caveat == source.resume_caveat
 
 
 @pytest.mark.parametrize(

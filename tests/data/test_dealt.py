@@ -39,7 +39,7 @@ def test_what_a_dealt_source_tells_of_the_whole_is_as_on_one_process(name: str) 
     alone, dealt = open_source(ALL[name]()), opened(ALL[name], Shard(1, 3))
     for told in ("length", "rows", "batch_size", "repeatable", "draws_global_rng"):
         assert getattr(dealt, told) == getattr(alone, told), told
-    assert dealt.facts() == alone.facts()
+    assert dealt.fingerprint() == alone.fingerprint()
     assert set(dealt.position()) == set(alone.position())
 
 
@@ -71,7 +71,7 @@ def test_a_pass_beside_stays_dealt(name: str) -> None:
         source = opened(ALL[name], Shard(rank, 2))
         training = source.epoch(0)
         next(training)
-        ranks.append(read(source.beside(), alone.begun[0], epoch=0, rank=rank))
+        ranks.append(read(source.independent_copy(), alone.begun[0], epoch=0, rank=rank))
         assert isinstance(next(training), Slice)
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == alone.table[0]
 
@@ -164,7 +164,7 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
         return batches((torch.arange(20),), per_rank=4)
 
     alone = open_source(make())
-    assert (alone.batch_size, alone.length, alone.facts()["processes"]) == (4, 5, 1)
+    assert (alone.batch_size, alone.length, alone.fingerprint()["processes"]) == (4, 5, 1)
     ranks = [opened(make, Shard(rank, 2)) for rank in range(2)]
     assert (ranks[0].batch_size, ranks[0].length, ranks[0].rows) == (8, 3, 20)
     assert ranks[0].describe() == "20 rows in batches of 8 = 2 x 4 from memory, in order"
@@ -176,4 +176,4 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
 def test_per_rank_that_leaves_no_batch_is_refused_when_it_is_dealt() -> None:
     made = batches((torch.arange(10),), per_rank=4, drop_last=True)
     with pytest.raises(ValueError, match="drop_last=True leaves 0 batches"):
-        made.deal(Shard(0, 3))
+        made.shard(Shard(0, 3))

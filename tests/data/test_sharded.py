@@ -101,9 +101,9 @@ def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
     for data, own in ((made, 5), ([torch.arange(3)] * 4, 4), (DataLoader(Rows(9), batch_size=2), 5)):
         source: Any = opened(lambda data=data: sharded(data), Shard(0, 2))
         assert (source.length, source.rows, source.own_length) == (None, None, own)
-        source.deal(None)
+        source.shard(None)
         assert source.length == own
-    assert not made.sharded and len(made) == 5
+    assert not made.already_sharded and len(made) == 5
 
 
 def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:
@@ -128,7 +128,7 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
     ranks = []
     for rank in range(2):
         source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.deal(Shard(rank, 2))
+        source.shard(Shard(rank, 2))
         starts()
         given = []
         for epoch in range(3):
@@ -144,7 +144,7 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
 def test_an_endless_stream_resumes_on_as_many_processes_where_each_of_them_was() -> None:
     def made(rank: int) -> Any:
         source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.deal(Shard(rank, 2))
+        source.shard(Shard(rank, 2))
         return source
 
     source = made(1)
@@ -198,7 +198,7 @@ class Unmeasured(Lists):
 )
 def test_what_cannot_be_dealt_is_refused_with_what_to_write(data: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
-        open_source(data()).deal(Shard(0, 2))  # type: ignore[attr-defined]
+        open_source(data()).shard(Shard(0, 2))  # type: ignore[attr-defined]
 
 
 def test_a_loader_that_deals_itself_is_read_as_it_is_where_it_is_marked_or_deals_to_one() -> None:
@@ -235,8 +235,8 @@ def test_a_source_of_the_users_own_that_cannot_deal_is_refused() -> None:
         def load_state_dict(self, tree: Any) -> None:
             pass
 
-    with pytest.raises(DataError, match=r"Own does not deal(.|\n)*def deal\(self, part\)"):
-        Continuing(open_source(Own())).deal(Shard(0, 2))
+    with pytest.raises(DataError, match=r"Own does not shard(.|\n)*def shard\(self, part\)"):
+        Continuing(open_source(Own())).shard(Shard(0, 2))
     with pytest.raises(DataError, match="a source of your own"):
         open_source(sharded(Own()))
 

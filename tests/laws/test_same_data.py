@@ -75,7 +75,7 @@ def test_the_slices_of_a_recognised_loader_are_the_batches_of_the_loader(name):
     for rank in range(3):
         seeded()
         source = open_source(DataLoader(DATA, **SAMPLERS[name]()))
-        source.deal(Shard(rank, 3))
+        source.shard(Shard(rank, 3))
         parts.append([one.batch if one.rows else [X[:0], Y[:0]] for one in source.epoch(0)])
     joined = [[torch.cat(column) for column in zip(*some, strict=True)] for some in zip(*parts, strict=True)]
     assert [exactly(batch) for batch in joined] == [exactly(batch) for batch in expected]

@@ -43,7 +43,7 @@ class Table:
         """Return the location of the rows."""
         return "memory"
 
-    def size_beside(self, device: torch.device) -> int:
+    def bytes_on(self, device: torch.device) -> int:
         """Return the bytes of a copy of the rows on `device`; 0 where they are there."""
         of_row = [one[:1].numel() * one.element_size() for one in self.columns if one.device != device]
         return len(self) * sum(of_row)

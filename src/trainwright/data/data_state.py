@@ -94,7 +94,7 @@ class Generators:
             self._load_samplers(now, only=is_inside_pass)
             self._set_generators(now)
 
-    def beside(self) -> Generators:
+    def independent_copy(self) -> Generators:
         """Return a copy for a pass beside training: it draws from the present states, in whatever epoch."""
         other = copy(self)
         if self._sought is not None:

@@ -46,7 +46,7 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     if batch_size is not None:
         raise _no_rows(data, batch_size, role)
     if data._part is not None:  # an earlier run has dealt it
-        data.deal(None)
+        data.shard(None)
     return data
 
 
@@ -159,12 +159,12 @@ class PerEpoch(Source):
         self._source.must_resume = must
 
     @property
-    def sharded(self) -> bool:
+    def already_sharded(self) -> bool:
         """Whether the function returns this rank's own part already."""
         return self._sharded
 
-    @sharded.setter
-    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @already_sharded.setter
+    def already_sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._sharded = sharded
         self._mark(self._source)
 
@@ -178,18 +178,18 @@ class PerEpoch(Source):
         """A line on what differs after a resume on another number of processes; None where nothing does."""
         return self._source.other_size_note
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
-        self._source.deal(part)
+        self._source.shard(part)
         self._part = part
         self._measure()
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch of the present data; empty where nothing is."""
-        return self._source.resumes
+        return self._source.resume_caveat
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return nothing: the data of each epoch are compared with the saved ones when they are made."""
         return {}
 
@@ -197,10 +197,10 @@ class PerEpoch(Source):
         """Record that all batches yielded so far are trained on."""
         self._source.commit()
 
-    def beside(self) -> PerEpoch:
+    def independent_copy(self) -> PerEpoch:
         """Return a copy for a pass beside training, whose function makes data of its own: some are readable once."""
         other = shallow_copy(self)
-        other._source, other._fresh = self._source.beside(), False
+        other._source, other._fresh = self._source.independent_copy(), False
         return other
 
     def describe(self) -> str:
@@ -261,7 +261,7 @@ class PerEpoch(Source):
             source.must_resume = self._must_resume
         self._mark(source)
         if self._part is not None:
-            source.deal(self._part)
+            source.shard(self._part)
         return source
 
 
@@ -299,9 +299,9 @@ def mark(source: Any, role: str) -> Source:
         raise DataError(
             f"{role} data: sharded({name}(...)), a source of your own",
             want="a loader, an iterable of batches, or a function epoch -> one of these",
-            fix=f"def deal(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
+            fix=f"def shard(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
         )
-    source.sharded = True
+    source.already_sharded = True
     marked: Source = source
     return marked
 

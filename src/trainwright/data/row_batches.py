@@ -18,7 +18,16 @@ from trainwright.data.arrays import Table
 from trainwright.data.data_state import Generators, StatefulData, hidden_in, is_stateful
 from trainwright.data.dataloader.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
 from trainwright.data.seeded import SeededRows, mixed_seed
-from trainwright.data.source import BATCHES, Source, check_facts, check_kind, length_of, opened, set_epoch, shallow_copy
+from trainwright.data.source import (
+    BATCHES,
+    Source,
+    check_fingerprint,
+    check_kind,
+    length_of,
+    opened,
+    set_epoch,
+    shallow_copy,
+)
 from trainwright.distributed.mesh import Shard
 
 
@@ -125,13 +134,13 @@ class Batches(Source):
         """Whether a batch is one gather from a table."""
         return isinstance(self._data, Table) and self._sampler is None and not self._settings.workers
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         With `per_rank` the batches grow with the number of ranks. DataError for a sampler that deals rows to
         processes itself, or whose order cannot be drawn alike on all of them.
         """
-        if part is not None and self._sampler is not None and not self.sharded:
+        if part is not None and self._sampler is not None and not self.already_sharded:
             from trainwright.data.slicing import most_to_pull, refuse_what_knows_its_rank
 
             size = self._settings.batch_size
@@ -139,19 +148,19 @@ class Batches(Source):
             most_to_pull(self._sampler)
         self._part = part
         if self._settings.per_rank is not None:
-            self._settings = replace(self._settings, ranks=1 if part is None or self.sharded else part.size)
+            self._settings = replace(self._settings, ranks=1 if part is None or self.already_sharded else part.size)
         self._measure()
 
-    def size_beside(self, device: torch.device) -> int | None:
+    def bytes_on(self, device: torch.device) -> int | None:
         """Return the bytes of a copy of the data on `device`; None where the data are not one table."""
-        return self._data.size_beside(device) if isinstance(self._data, Table) and self.in_memory else None
+        return self._data.bytes_on(device) if isinstance(self._data, Table) and self.in_memory else None
 
     def reside(self, device: torch.device | None) -> None:
         """Have `epoch` gather batches on `device`, from a copy of the data; None: no longer.
 
         Order and rows are the same: the order is drawn on the host. Iterated by hand it gives batches on the host.
         """
-        assert device is None or self.size_beside(device) is not None
+        assert device is None or self.bytes_on(device) is not None
         self._resident = self._data.on(device) if device is not None and isinstance(self._data, Table) else None
 
     def describe(self) -> str:
@@ -161,7 +170,7 @@ class Batches(Source):
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = f"at most {self._size}" if self._settings.varies else str(self._size)
         if self._part is not None:
-            size = f"{size} on each process" if self.sharded else self._part.layout_text(self._size)
+            size = f"{size} on each process" if self.already_sharded else self._part.layout_text(self._size)
         return f"{rows}batches of {size} from {self._data.describe()}, {order}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
@@ -174,15 +183,15 @@ class Batches(Source):
         rows = range(min(skip * self._size, self._own_rows), self._own_rows)
         if self._part is None:
             return table.batches(order, self._size, rows)
-        if self.sharded:
+        if self.already_sharded:
             return self._own(table.batches(order, self._size, rows))
         return table.slices(order, self._size, rows, part=self._part)
 
-    def beside(self) -> Batches:
+    def independent_copy(self) -> Batches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
         other = shallow_copy(self)
         other._sets_epoch, other._stateful = False, None
-        other._generators = self._generators.beside()
+        other._generators = self._generators.independent_copy()
         return other
 
     def commit(self) -> None:
@@ -191,7 +200,7 @@ class Batches(Source):
             self._stateful.commit()
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
         return "" if self.data_set is None else self._inexact()
 
@@ -204,7 +213,7 @@ class Batches(Source):
         return f"{hidden} is a generator that no checkpoint holds; {fix}" if hidden else ""
 
     def position(self) -> dict[str, Any]:
-        """Return the seed, the number of passes begun by iteration, and the facts that must not change."""
+        """Return the seed, the number of passes begun by iteration, and the fingerprint of the data."""
         if self._sought is not None:
             return self._sought
         stateful = self._stateful
@@ -212,7 +221,7 @@ class Batches(Source):
             "seed": self._seed,
             "passes": self._passes,
             "generators": self._generators.position(),
-            "facts": self.facts(),
+            "fingerprint": self.fingerprint(),
             "state": None if stateful is None else stateful.position(),
         }
 
@@ -222,14 +231,14 @@ class Batches(Source):
         Returns a line where the data set has a state of its own, which was saved on another number of ranks.
         """
         check_kind(position, BATCHES)
-        check_form(position, facts=is_dict)
-        have, saved = self.facts(), dict(position["facts"])
+        check_form(position, fingerprint=is_dict)
+        have, saved = self.fingerprint(), dict(position["fingerprint"])
         if self._settings.seed is not None:
             have["seed"], saved["seed"] = self._settings.seed, position["seed"]
         fix = "write batches(...) as it was"
         if self._settings.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
             fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
-        check_facts(
+        check_fingerprint(
             have, saved, what="the data are dealt into batches otherwise than when the state was saved", fix=fix
         )
         check_form(position, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
@@ -244,17 +253,17 @@ class Batches(Source):
             return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
         return None
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         settings = self._settings
-        facts = {
-            "rows": None if self.sharded else len(self._data),
+        properties = {
+            "rows": None if self.already_sharded else len(self._data),
             "batch_size": self._size,
             "shuffle": settings.shuffle,
             "drop_last": settings.drop_last,
             "sampler": self._sampler is not None,
         }
-        return facts if settings.per_rank is None else {**facts, "processes": settings.ranks}
+        return properties if settings.per_rank is None else {**properties, "processes": settings.ranks}
 
     def _measure(self) -> None:
         """Set length and number of rows; DataError where no batch is left."""
@@ -268,7 +277,7 @@ class Batches(Source):
         self._size = self._settings.size
         self.own_length = length  # pyright: ignore[reportIncompatibleMethodOverride]
         self._own_rows = rows
-        apart = self.sharded and self._part is not None
+        apart = self.already_sharded and self._part is not None
         self.batch_size: int | None = None if apart else self._size
         self.length = None if apart else length
         self.rows = None if apart else rows
@@ -313,7 +322,7 @@ class Batches(Source):
         part, numbers = self._part, self._row_numbers(seed, epoch, skip)
         if part is None:
             return self._fetch(seed, epoch, numbers)
-        if self.sharded:
+        if self.already_sharded:
             return self._own(self._fetch(seed, epoch, numbers))
         from trainwright.data.slicing import Dealt, most_to_pull, slices
 
@@ -331,7 +340,11 @@ class Batches(Source):
         """Return the row numbers of each batch after the first `skip`."""
         if self._sampler is not None:
             numbers = self._sampled(self._sampler)
-            if self.must_resume and (self._part is None or self.sharded) and not draws_at_most_at_first(self._sampler):
+            if (
+                self.must_resume
+                and (self._part is None or self.already_sharded)
+                and not draws_at_most_at_first(self._sampler)
+            ):
                 numbers = watched(numbers, self._accept_draws)
             return opened(numbers, skip, name="the sampler", complaint=self._empty_sampler)
         assert self._own_rows is not None

@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 from trainwright.core.errors import DataError
 from trainwright.data.arrays import Table, TableRows, table_of
+from trainwright.data.source import Source
 
 _MASK = (1 << 64) - 1
 
@@ -120,7 +121,7 @@ def _is_map_style(data: Any) -> bool:
 
 
 def _instead(data: Any) -> str:
-    if isinstance(data, DataLoader) or callable(getattr(data, "deal", None)):
+    if isinstance(data, DataLoader | Source):
         return "it has batches already: use it as it is"
     if isinstance(data, IterableDataset):
         return "DataLoader(data, batch_size=...)"

@@ -19,7 +19,7 @@ from trainwright.data.source import (
     CUT,
     READY,
     Source,
-    check_facts,
+    check_fingerprint,
     check_kind,
     length_of,
     opened,
@@ -63,26 +63,26 @@ class ReadyBatches(Source):
         """Return the class and the number of batches."""
         name = type(self._data).__name__
         several = "batches" if self.length != 1 else "batch"
-        own = " on each process" if self._part is not None and self.sharded else ""
+        own = " on each process" if self._part is not None and self.already_sharded else ""
         return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError for a stream, which each process would read whole, and for data that deal rows to processes.
         """
-        if part is not None and not self.sharded:
+        if part is not None and not self.already_sharded:
             from trainwright.data.slicing import refuse_what_knows_its_rank, unshared
 
             refuse_what_knows_its_rank(self._data, role=self._role, processes=part.size, batch_size=None)
             if self.own_length is None:
                 raise unshared(self._data, role=self._role, processes=part.size)
         self._part = part
-        self.length = None if part is not None and self.sharded else self.own_length
+        self.length = None if part is not None and self.already_sharded else self.own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of a pass; its first `skip` are read and dropped, unless the data save their position."""
-        if self._other_size and skip and self.sharded:
+        if self._other_size and skip and self.already_sharded:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
             return self._begun(epoch, skip)
@@ -90,7 +90,7 @@ class ReadyBatches(Source):
         from trainwright.data.slicing import cut_batches
 
         begin = partial(self._begun, epoch, skip)
-        if self._part is None or self.sharded:
+        if self._part is None or self.already_sharded:
             return slicing.own(begin, self._part, aligned=not skip)
         if isinstance(self._data, list):
             return cut_batches(begin(), self._part, self.describe())
@@ -117,7 +117,7 @@ class ReadyBatches(Source):
     def _read_past(self, skip: int) -> Iterator[Any]:
         """Return the batches after the first `skip`."""
         batches: Iterator[Any] = iter(self._data)
-        if self._part is None or not self.sharded:
+        if self._part is None or not self.already_sharded:
             return opened(batches, skip, name=self.describe(), complaint=self._no_batches)
         deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
         return batches
@@ -127,12 +127,12 @@ class ReadyBatches(Source):
         if self._stateful is not None and self.must_resume is not False:
             self._stateful.commit()
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
-        return {"batches": None if self.sharded else self.own_length}
+        return {"batches": None if self.already_sharded else self.own_length}
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
         if isinstance(self._data, list) or self._stateful is not None:
             return ""
@@ -141,7 +141,7 @@ class ReadyBatches(Source):
             return f"a resume reads a new {name} up to where this one stood: {again}; batches(...) reads nothing twice"
         return f"a resume reads {name} up to where it stood: {again}; give it state_dict and load_state_dict"
 
-    def beside(self) -> ReadyBatches:
+    def independent_copy(self) -> ReadyBatches:
         """Return a copy for a pass beside training: the epoch of the data stays as it is."""
         other = shallow_copy(self)
         other._sets_epoch, other._stateful, other._sought = False, None, None
@@ -150,7 +150,7 @@ class ReadyBatches(Source):
     def position(self) -> dict[str, Any]:
         """Return the state of the data; without one the position is the number of batches that were read."""
         state = None if self._stateful is None else self._stateful.position()
-        return self._sought or {"epoch": self._epoch, "facts": self.facts(), "state": state}
+        return self._sought or {"epoch": self._epoch, "fingerprint": self.fingerprint(), "state": state}
 
     def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
         """Continue at a saved position; DataError where the number of batches is another one.
@@ -159,8 +159,10 @@ class ReadyBatches(Source):
         """
         check_kind(position, READY)
         what = "the data are not what they were when the state was saved"
-        check_facts(self.facts(), position["facts"], what=what, fix="give the batches that the run was started with")
-        if other_size and self.sharded:
+        check_fingerprint(
+            self.fingerprint(), position["fingerprint"], what=what, fix="give the batches that the run was started with"
+        )
+        if other_size and self.already_sharded:
             position = {**position, "state": None}
         self._sought, self._other_size = position, other_size
         if ended and self._stateful is not None and position["state"] is not None:
@@ -221,13 +223,13 @@ class Continuing(Source):
         self._source.must_resume = must
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
-        return self._source.resumes
+        return self._source.resume_caveat
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
-        return self._source.facts()
+        return self._source.fingerprint()
 
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
@@ -239,7 +241,7 @@ class Continuing(Source):
         """The random generators of the source, apart from the process's."""
         return list(self._source.generators)
 
-    def beside(self) -> Continuing:
+    def independent_copy(self) -> Continuing:
         """Return a copy for a pass beside training."""
         return shallow_copy(self)
 
@@ -247,9 +249,9 @@ class Continuing(Source):
         """Return a description of the source."""
         return f"{self._source.describe()}, going on over the epochs"
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have this rank be one of several; None: the only one."""
-        self._source.deal(part)
+        self._source.shard(part)
         self._part, self.batch_size = part, self._source.batch_size
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
@@ -302,8 +304,8 @@ class Continuing(Source):
         """Continue at a saved position; DataError where the source is another one."""
         check_kind(position, CUT)
         what = "the data are not what they were when the state was saved"
-        saved = position["source"].get("facts", {}) if isinstance(position["source"], dict) else {}
-        check_facts(self.facts(), saved, what=what, fix="give the data that the run was started with")
+        saved = position["source"].get("fingerprint", {}) if isinstance(position["source"], dict) else {}
+        check_fingerprint(self.fingerprint(), saved, what=what, fix="give the data that the run was started with")
         self._sought, self._other_size = position, other_size
         if ended and self.repeatable:
             self._source.seek(position["source"], other_size=other_size, ended=True)

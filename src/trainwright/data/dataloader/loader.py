@@ -25,7 +25,16 @@ from trainwright.data.dataloader.order import (
 )
 from trainwright.data.dataloader.workers import Carrying, Starting, Workers, WorkerStates
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
-from trainwright.data.source import LOADER, Source, check_facts, check_kind, length_of, opened, set_epoch, shallow_copy
+from trainwright.data.source import (
+    LOADER,
+    Source,
+    check_fingerprint,
+    check_kind,
+    length_of,
+    opened,
+    set_epoch,
+    shallow_copy,
+)
 from trainwright.distributed.mesh import Shard
 
 _ALONE = Shard(0, 1)
@@ -92,32 +101,32 @@ class LoaderBatches(Source):
         """Return rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
-        if self._part is not None and self.batch_size is not None and not self.sharded:
+        if self._part is not None and self.batch_size is not None and not self.already_sharded:
             size = f"batches of {self._part.layout_text(self.batch_size)}"
-        size += " on each process" if self._part is not None and self.sharded else ""
+        size += " on each process" if self._part is not None and self.already_sharded else ""
         n = self._loader.num_workers
         workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError for what cannot be dealt: a stream, a loader that deals rows to processes itself, one whose order
         cannot be drawn alike on all of them.
         """
-        if part is not None and not self.sharded:
+        if part is not None and not self.already_sharded:
             from trainwright.data import slicing
 
             slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
             self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self.by_numbers else None
         self._part = part
-        apart = part is not None and self.sharded
+        apart = part is not None and self.already_sharded
         self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return one pass over the loader without its first `skip` batches; the random draws of all are made."""
         stream = isinstance(self._loader.dataset, IterableDataset)
-        if self._other_size and skip and self.sharded:
+        if self._other_size and skip and self.already_sharded:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and not (stream and is_alone_in_job()):
             doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
@@ -125,7 +134,7 @@ class LoaderBatches(Source):
         from trainwright.data import slicing
 
         begin = partial(self._begun, epoch, skip)
-        if self._part is None or self.sharded:
+        if self._part is None or self.already_sharded:
             return slicing.own(begin, self._part, aligned=not skip)
         if not self.by_numbers:
             return slicing.read_whole(begin, self._part, name=self.describe())
@@ -147,11 +156,11 @@ class LoaderBatches(Source):
     @property
     def by_numbers(self) -> bool:
         """Whether one of several processes can ask for its rows of a batch alone; else it reads all of it."""
-        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.sharded
+        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.already_sharded
 
     def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None
-        apart = self._part is not None and self.sharded
+        apart = self._part is not None and self.already_sharded
         if apart and self.own_length is not None:
             skip = min(skip, self.own_length)  # others may have more
         inside = sought is not None and self._generators.epoch == epoch
@@ -183,27 +192,29 @@ class LoaderBatches(Source):
         if self._stateful is not None and self.must_resume is not False:
             self._stateful.commit()
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         loader = self._loader
         samplers = (loader.sampler, loader.batch_sampler)
         return {
-            "rows": None if self.sharded or isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset),
+            "rows": None
+            if self.already_sharded or isinstance(loader.dataset, IterableDataset)
+            else length_of(loader.dataset),
             "batch_size": self.batch_size if self.batch_size is not None else loader.batch_size,
             "drop_last": self._drops_last,
             "sampler": "/".join(type(sampler).__name__ for sampler in samplers if sampler is not None),
         }
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
         return "; ".join(_why_inexact(self._loader))
 
-    def beside(self) -> LoaderBatches:
+    def independent_copy(self) -> LoaderBatches:
         """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
         other = shallow_copy(self)
         other._sets_epoch, other._sought, other._stateful = False, None, None
-        other._generators = self._generators.beside()
+        other._generators = self._generators.independent_copy()
         return other
 
     def keep_workers(self, *, keeps: bool) -> None:
@@ -219,7 +230,7 @@ class LoaderBatches(Source):
         """Return the states of the loader's and samplers' own generators, and the random states of the workers."""
         return self._sought or {
             "generators": self._generators.position(),
-            "facts": self.facts(),
+            "fingerprint": self.fingerprint(),
             "workers": self._record.position(self._loader.num_workers),
             "draws_on": self._draws_on,
             "state": None if self._stateful is None else self._stateful.position(),
@@ -233,15 +244,17 @@ class LoaderBatches(Source):
         """
         check_kind(position, LOADER)
         what = "the loader is not what it was when the state was saved"
-        check_facts(self.facts(), position["facts"], what=what, fix="build the loader as it was")
+        check_fingerprint(self.fingerprint(), position["fingerprint"], what=what, fix="build the loader as it was")
         have, saved = self._loader.num_workers, position["workers"]["number"]
         lines = []
         if have != saved:
             same = "the rows are the same, their random draws are not"
             lines.append(f"resumed with num_workers={have}, saved with {saved}: {same}")
-        if other_size and (self.by_numbers or self.sharded):  # else each rank reads all, and so as the first one did
+        if other_size and (
+            self.by_numbers or self.already_sharded
+        ):  # else each rank reads all, and so as the first one did
             position = {**position, "workers": WorkerStates().position(have)}
-            if self.sharded:
+            if self.already_sharded:
                 position["state"] = None
             if self.other_size_note:
                 lines.append(self.other_size_note)
@@ -256,7 +269,7 @@ class LoaderBatches(Source):
     @property
     def other_size_note(self) -> str | None:
         """A line on what differs after a resume on another number of processes; None where nothing does."""
-        if not self._loader.num_workers or not (self.by_numbers or self.sharded):
+        if not self._loader.num_workers or not (self.by_numbers or self.already_sharded):
             return None
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
@@ -348,7 +361,7 @@ class LoaderBatches(Source):
         starting = Starting(stand_in.worker_init_fn, self._record.states, carrying, part=part)
         collate = {} if carrying is None else {"collate_fn": carrying}
         dressed = view(stand_in, self._order, worker_init_fn=starting, **collate)
-        apart = self._cuts or self.sharded  # else workers read what those of every process read
+        apart = self._cuts or self.already_sharded  # else workers read what those of every process read
         return Workers(dressed, self._record, seed=seed, first=self._first(), rank=part.rank if apart else 0)
 
     def _first(self) -> int:

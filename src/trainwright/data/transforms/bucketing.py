@@ -176,11 +176,11 @@ class Bucketed(Batches):
         """Return rows, batch size and order."""
         return f"{super().describe()}, by length"
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         buckets = self._buckets
         lengths = f"{zlib.crc32(buckets.lengths.numpy().tobytes()):08x}"
-        return {**super().facts(), "tokens": buckets.tokens, "slack": buckets.slack, "lengths": lengths}
+        return {**super().fingerprint(), "tokens": buckets.tokens, "slack": buckets.slack, "lengths": lengths}
 
     @property
     def in_memory(self) -> bool:

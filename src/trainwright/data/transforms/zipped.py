@@ -16,7 +16,7 @@ from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.opening import mark, open_source, takes_batch_size
 from trainwright.data.row_batches import Batches
 from trainwright.data.seeded import mixed_seed
-from trainwright.data.source import TOGETHER, Source, check_facts, check_kind, shallow_copy
+from trainwright.data.source import TOGETHER, Source, check_fingerprint, check_kind, shallow_copy
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard, Slice
 
@@ -123,7 +123,7 @@ class Zip(Source):
                 iterators[name] = stream.epoch(epoch, skip)
         return self._zipped(iterators)
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError where some loaders are each rank's own part and others are not, and where a batch of one has rows for
@@ -131,16 +131,16 @@ class Zip(Source):
         """
         self._part = part
         for one in self._sources.values():
-            one.deal(part)
+            one.shard(part)
         if part is not None:
             self._check_parts(part)
         self._deal_streams()
         self._measure()
 
-    def beside(self) -> Zip:
+    def independent_copy(self) -> Zip:
         """Return a copy for a pass beside training, which reads the loaders from their start."""
         other = shallow_copy(self)
-        other._sources = {name: one.beside() for name, one in self._sources.items()}
+        other._sources = {name: one.independent_copy() for name, one in self._sources.items()}
         other._open_streams()
         return other
 
@@ -151,18 +151,21 @@ class Zip(Source):
 
     def position(self) -> dict[str, Any]:
         """Return the positions of all loaders."""
-        return {"facts": self.facts(), "loaders": {name: one.position() for name, one in self._streams.items()}}
+        return {
+            "fingerprint": self.fingerprint(),
+            "loaders": {name: one.position() for name, one in self._streams.items()},
+        }
 
     def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
         """Continue at saved positions; DataError where the loaders are not those of the save."""
         check_kind(position, TOGETHER)
         what = "the loaders are not those of when the state was saved"
-        check_facts(self.facts(), position["facts"], what=what, fix="write together(...) as it was")
+        check_fingerprint(self.fingerprint(), position["fingerprint"], what=what, fix="write together(...) as it was")
         saved = position["loaders"]
         lines = {name: one.seek(saved[name], other_size=other_size, ended=ended) for name, one in self._streams.items()}
         return _joined(lines)
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties that must not change between a save and a resume, beside those of each loader."""
         return {"loaders": ", ".join(self._sources), "epochs of": self._leader}
 
@@ -198,9 +201,9 @@ class Zip(Source):
             one.must_resume = must
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
-        return _joined({name: one.resumes for name, one in self._sources.items()}) or ""
+        return _joined({name: one.resume_caveat for name, one in self._sources.items()}) or ""
 
     @property
     def other_size_note(self) -> str | None:
@@ -208,12 +211,12 @@ class Zip(Source):
         return _joined({name: one.other_size_note for name, one in self._sources.items()})
 
     @property
-    def sharded(self) -> bool:
+    def already_sharded(self) -> bool:
         """Whether the batches are this rank's own part already."""
-        return all(one.sharded for one in self._sources.values())
+        return all(one.already_sharded for one in self._sources.values())
 
-    @sharded.setter
-    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @already_sharded.setter
+    def already_sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert sharded
         for one in self._sources.values():
             mark(one, self._role)
@@ -248,7 +251,7 @@ class Zip(Source):
             if name == self._leader:
                 continue
             if self._part is not None:
-                stream.deal(self._part)
+                stream.shard(self._part)
                 self._dealt.add(name)
             elif _draws_complete_passes(self._sources[name]) and _deals_to_one(stream):
                 self._dealt.add(name)
@@ -285,7 +288,7 @@ class Zip(Source):
         return Slice({name: one.batch for name, one in given.items()}, first.rows, first.all_rows)
 
     def _check_parts(self, part: Shard) -> None:
-        marks = {name: one.sharded for name, one in self._sources.items()}
+        marks = {name: one.already_sharded for name, one in self._sources.items()}
         if len(set(marks.values())) > 1:
             raise DataError(
                 f"{self._role} data: of the loaders that are read together some are each process's own part",
@@ -337,7 +340,7 @@ def _draws_complete_passes(source: Any) -> bool:
 def _deals_to_one(stream: Continuing) -> bool:
     """Deal a stream to one rank; return False where its sampler deals to several already."""
     try:
-        stream.deal(Shard(0, 1))
+        stream.shard(Shard(0, 1))
     except DataError:
         return False
     return True
