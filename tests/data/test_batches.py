@@ -358,7 +358,7 @@ def test_descriptions_say_rows_batches_and_order() -> None:
         (lambda: batches((X, Y), 8, collate=3), SettingError, "collate=3"),
         (lambda: batches((X, Y), 8, per_rank=8), SettingError, "batch_size=8, per_rank=8(.|\n)*one of the two"),
         (lambda: batches(X, 8, shuffle=True, sampler=[1]), SettingError, "one of the two"),
-        (lambda: batches(X, 8, sampler=iter([1])), SettingError, "iterated anew in each epoch"),
+        (lambda: batches(X, 8, sampler=iter([1])), SettingError, "iterated again in each epoch"),
         (lambda: batches(X, 8, sampler=[]), DataError, "gives 0 rows"),
         (lambda: list(batches(X, 8, sampler=[3, 20])), DataError, "gave 20(.|\n)*from 0 to 19"),
         (lambda: list(batches(X, 8, sampler=[[3, 4]])), DataError, r"batch_sampler=\.\.\."),

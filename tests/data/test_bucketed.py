@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import joined, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharded_sources import joined, rows_of
 from sources import committed
 from torch import Tensor
 
@@ -116,7 +116,7 @@ def test_padding_is_told_as_it_is() -> None:
     share = 1 - sum(int(mask.sum()) for mask in anyhow) / sum(mask.numel() for mask in anyhow)
     assert data.padding_mixed() == pytest.approx(share, abs=0.05)
     assert data.padding() < 0.12 < 0.5 < data.padding_mixed()
-    shares = f"{data.padding():.1%} of what a batch holds is padding, {data.padding_mixed():.1%} without"
+    shares = f"{data.padding():.1%} of a batch is padding, {data.padding_mixed():.1%} without"
     assert data.note == f"bucketed by length: {shares}"
 
 

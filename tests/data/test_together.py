@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Rows, Sized, Stream, rows_of, starts, table
 from passes import Augmented, Globally, alike, loader, rest, resumed, trained
+from sharded_sources import Rows, Sized, Stream, rows_of, starts, table
 from sources import committed, generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -377,7 +377,7 @@ def test_a_short_batch_that_leaves_a_process_without_rows_of_one_loader_is_refus
 
 def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
     source: Any = open_source(together(a=sharded(batches(table(20), 4)), b=batches(table(8), 4)))
-    with pytest.raises(DataError, match=r"a: its own, b: dealt(.|\n)*together\(a=sharded"):
+    with pytest.raises(DataError, match=r"a: its own, b: shared(.|\n)*together\(a=sharded"):
         source.shard(Shard(0, 2))
     for data in (together(a=sharded(table_batches()), b=sharded(table_batches())), sharded(two())):
         source = open_source(data)

@@ -32,9 +32,9 @@ class Source:
     draws_global_rng: bool = False
     """Whether iterating draws from the process's random state: resuming then replays it."""
     must_resume: bool | None = None
-    """Whether a checkpoint may be asked for: data that could not be resumed are then refused."""
+    """Whether the run saves checkpoints: data that cannot be resumed are then refused; None: not known yet."""
     already_sharded: bool = False
-    """Whether the batches are this rank's own part of the data already."""
+    """Whether the data are this rank's own part already, as `sharded` marks them."""
     _part: Shard | None = None
     """The part of each batch that this rank runs; None: all of it."""
 
@@ -76,7 +76,7 @@ class Source:
         return self
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must be the same at a save and a resume."""
         return {}
 
     def bytes_on(self, device: torch.device) -> int | None:
@@ -95,7 +95,7 @@ class Source:
 
     @property
     def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+        """A line for the header on what may be inexact in a resume inside an epoch; empty where all is exact."""
         return ""
 
     @property
@@ -116,8 +116,8 @@ def shallow_copy(source: S) -> S:
     return other
 
 
-def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
-    """Read `skip` batches of `iterator` at once and drop them."""
+def drop_first(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
+    """Read and drop the first `skip` batches of `iterator`, now; return the rest."""
     dropped = sum(1 for _ in islice(iterator, skip))
     if dropped < skip:
         raise DataError(
@@ -129,19 +129,19 @@ def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
     return iterator
 
 
-def opened(iterator: Iterator[Any], skip: int, *, name: str, complaint: Callable[[], DataError]) -> Iterator[Any]:
-    """Return `iterator` without its first `skip` batches; raises `complaint` where the epoch has no batch."""
+def begin_after(iterator: Iterator[Any], skip: int, *, name: str, error: Callable[[], DataError]) -> Iterator[Any]:
+    """Return `iterator` without its first `skip` batches; raises `error()` where the epoch has no batch."""
     if skip:
-        return skipped(iterator, skip, name)
-    # A chain: no Python frame after the first batch, and nothing is read before it is asked for.
-    return chain(_first(iterator, complaint), iterator)
+        return drop_first(iterator, skip, name)
+    # A chain: no Python frame after the first batch, and nothing is read before it is requested.
+    return chain(_first(iterator, error), iterator)
 
 
-def _first(iterator: Iterator[Any], complaint: Callable[[], DataError]) -> Iterator[Any]:
+def _first(iterator: Iterator[Any], error: Callable[[], DataError]) -> Iterator[Any]:
     for batch in iterator:
         yield batch
         return
-    raise complaint()
+    raise error()
 
 
 def length_of(data: Any) -> int | None:
@@ -180,7 +180,7 @@ def check_kind(tree: Any, kind: str) -> None:
 
 
 def check_fingerprint(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
-    """Raise DataError with the difference where the data are not what they were when a state was saved."""
+    """Raise DataError with the difference where the fingerprint of the data is not the saved one."""
     check_form({"fingerprint": saved}, fingerprint=is_dict)
     differing = [name for name in saved if have.get(name) != saved[name]]
     if differing:

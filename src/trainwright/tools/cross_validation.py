@@ -28,7 +28,7 @@ from trainwright.core.rng import seed as start_random_state
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import sequence_like
 from trainwright.data.opening import batches, takes_batch_size
-from trainwright.data.seeded import mixed_seed, rows_of
+from trainwright.data.seeded import mixed_seed, open_rows
 from trainwright.evaluation.predictions import join
 from trainwright.modules.freezing import has_running_statistics, held
 from trainwright.observers.table import duration, number
@@ -251,7 +251,7 @@ class _Splits:
 
 def _split(folds: Any, data: Any, *, target: Any, groups: Any, seed: int) -> _Splits:
     """Return the rows of every fold; DataError where a row, or a group, is on both sides of one."""
-    rows = len(rows_of(data, None))  # DataError for data without numbered rows
+    rows = len(open_rows(data, None))  # DataError for data without numbered rows
     groups = None if groups is None else _column(groups, "groups", rows)
     classes = _last_column(data) if target is None else _column(target, "target", rows)
     splitter = _splitter(folds, rows, classes, groups=groups, seed=seed) if isinstance(folds, int) else folds
