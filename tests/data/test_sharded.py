@@ -103,7 +103,7 @@ def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
         assert (source.length, source.rows, source.own_length) == (None, None, own)
         source.shard(None)
         assert source.length == own
-    assert not made.already_sharded and len(made) == 5
+    assert not made.is_own_part and len(made) == 5
 
 
 def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:

@@ -383,7 +383,7 @@ def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
         source = open_source(data)
         source.shard(Shard(1, 2))
         one = next(source.epoch(0))
-        assert (one.rows, one.all_rows, source.length, source.already_sharded) == (None, None, None, True)
+        assert (one.rows, one.all_rows, source.length, source.is_own_part) == (None, None, None, True)
 
 
 def table_batches() -> Any:

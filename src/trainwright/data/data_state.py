@@ -38,9 +38,7 @@ class Generators:
         for name, owner in owners.items():
             for key, value in getattr(owner, "__dict__", {}).items():
                 if is_generator(value) and not any(value is unwrapped(one) for one in self._found.values()):
-                    self._found[f"{name}.{key}"] = (
-                        value if isinstance(value, torch.Generator) else GeneratorAdapter(value)
-                    )
+                    self._found[f"{name}.{key}"] = adapted(value)
         distinct = {id(owner): (name, owner) for name, owner in owners.items() if name != "loader"}
         self._stateful = {name: owner for name, owner in distinct.values() if is_stateful(owner)}
         self._epoch = -1
@@ -179,6 +177,11 @@ def unsaved_generators(data: Any, collate: Any, samplers: Generators) -> Iterato
         for place in islice(_hidden(owner, name, known={id(data), *samplers.known}), 1):
             own = "" if owner is collator else f", or give {type(owner).__name__} state_dict and load_state_dict"
             yield f"{place} is a generator that no checkpoint holds; draw from the global ones{own}"
+
+
+def adapted(generator: Any) -> Any:
+    """Return a generator that has the methods of a `torch.Generator`."""
+    return generator if isinstance(generator, torch.Generator) else GeneratorAdapter(generator)
 
 
 def unwrapped(generator: Any) -> Any:

@@ -159,12 +159,12 @@ class PerEpoch(Source):
         self._source.must_resume = must
 
     @property
-    def already_sharded(self) -> bool:
+    def is_own_part(self) -> bool:
         """Whether the function returns this rank's own part already."""
         return self._sharded
 
-    @already_sharded.setter
-    def already_sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @is_own_part.setter
+    def is_own_part(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._sharded = sharded
         self._mark(self._source)
 
@@ -301,7 +301,7 @@ def mark_as_own_part(source: Any, role: str) -> Source:
             want="a loader, an iterable of batches, or a function epoch -> one of these",
             fix=f"def shard(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
         )
-    source.already_sharded = True
+    source.is_own_part = True
     marked: Source = source
     return marked
 

@@ -146,7 +146,7 @@ class Batches(Source):
         With `per_rank` the batches grow with the number of ranks. DataError for a sampler that shards rows itself, or
         whose order cannot be drawn alike on all ranks.
         """
-        if part is not None and self._sampler is not None and not self.already_sharded:
+        if part is not None and self._sampler is not None and not self.is_own_part:
             from trainwright.data.slicing import draw_limit, refuse_sharding_sampler
 
             size = self._settings.batch_size
@@ -154,7 +154,7 @@ class Batches(Source):
             draw_limit(self._sampler)
         self._part = part
         if self._settings.per_rank is not None:
-            self._settings = replace(self._settings, ranks=1 if part is None or self.already_sharded else part.size)
+            self._settings = replace(self._settings, ranks=1 if part is None or self.is_own_part else part.size)
         self._measure()
 
     def bytes_on(self, device: torch.device) -> int | None:
@@ -176,7 +176,7 @@ class Batches(Source):
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = f"at most {self._size}" if self._settings.varies else str(self._size)
         if self._part is not None:
-            size = f"{size} on each process" if self.already_sharded else self._part.layout_text(self._size)
+            size = f"{size} on each process" if self.is_own_part else self._part.layout_text(self._size)
         return f"{rows}batches of {size} from {self._data.describe()}, {order}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
@@ -189,7 +189,7 @@ class Batches(Source):
         rows = range(min(skip * self._size, self._own_rows), self._own_rows)
         if self._part is None:
             return table.batches(order, self._size, rows)
-        if self.already_sharded:
+        if self.is_own_part:
             return self._own(table.batches(order, self._size, rows))
         return table.slices(order, self._size, rows, part=self._part)
 
@@ -262,7 +262,7 @@ class Batches(Source):
         """Return the properties of the data that must not change between a save and a resume."""
         settings = self._settings
         properties = {
-            "rows": None if self.already_sharded else len(self._data),
+            "rows": None if self.is_own_part else len(self._data),
             "batch_size": self._size,
             "shuffle": settings.shuffle,
             "drop_last": settings.drop_last,
@@ -282,7 +282,7 @@ class Batches(Source):
         self._size = self._settings.size
         self.own_length = length  # pyright: ignore[reportIncompatibleMethodOverride]
         self._own_rows = rows
-        apart = self.already_sharded and self._part is not None
+        apart = self.is_own_part and self._part is not None
         self.batch_size: int | None = None if apart else self._size
         self.length = None if apart else length
         self.rows = None if apart else rows
@@ -327,7 +327,7 @@ class Batches(Source):
         part, numbers = self._part, self._row_numbers(seed, epoch, skip)
         if part is None:
             return self._fetch(seed, epoch, numbers)
-        if self.already_sharded:
+        if self.is_own_part:
             return self._own(self._fetch(seed, epoch, numbers))
         from trainwright.data.slicing import ShardedIndices, draw_limit, slices
 
@@ -345,11 +345,8 @@ class Batches(Source):
         """Return the row numbers of each batch after the first `skip`."""
         if self._sampler is not None:
             numbers = self._sampled(self._sampler)
-            if (
-                self.must_resume
-                and (self._part is None or self.already_sharded)
-                and not draws_at_most_at_first(self._sampler)
-            ):
+            draws_ahead = self._part is not None and not self.is_own_part  # the complete order, on all ranks
+            if self.must_resume and not draws_ahead and not draws_at_most_at_first(self._sampler):
                 numbers = watch_draws(numbers, self._accept_draws)
             return begin_after(numbers, skip, name="the sampler", error=self._empty_sampler)
         assert self._own_rows is not None

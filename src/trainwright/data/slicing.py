@@ -30,10 +30,10 @@ class ShardedIndices:
     """One pass over the row indices of all batches: this rank's part of each.
 
     All that draws is drawn at the first item or at `draw`, so that all ranks draw it with the same random state.
-    `part` is None where complete batches are read and sliced afterwards.
+    An item that is one index is passed on, and its batch is sliced afterwards.
     """
 
-    def __init__(self, numbers: Iterator[Any], part: Shard | None, *, limit: int | None, by_lists: bool) -> None:
+    def __init__(self, numbers: Iterator[Any], part: Shard, *, limit: int | None, by_lists: bool) -> None:
         self._numbers = numbers
         self._part = part
         self._limit = limit
@@ -50,7 +50,7 @@ class ShardedIndices:
         if not self._drawn:
             self.draw()
         rows = next(self._numbers)
-        if self._part is None or not (self._by_lists or isinstance(rows, list | Tensor | np.ndarray)):
+        if not (self._by_lists or isinstance(rows, list | Tensor | np.ndarray)):
             self.totals.append(None)  # one number, say, of a data set whose items are batches
             return rows
         rows = rows if isinstance(rows, list | tuple | range | Tensor | np.ndarray) else list(rows)

@@ -33,7 +33,7 @@ class Source:
     """Whether iterating draws from the process's random state: resuming then replays it."""
     must_resume: bool | None = None
     """Whether the run saves checkpoints: data that cannot be resumed are then refused; None: not known yet."""
-    already_sharded: bool = False
+    is_own_part: bool = False
     """Whether the data are this rank's own part already, as `sharded` marks them."""
     _part: Shard | None = None
     """The part of each batch that this rank runs; None: all of it."""

@@ -63,7 +63,7 @@ class ReadyBatches(Source):
         """Return the class and the number of batches."""
         name = type(self._data).__name__
         several = "batches" if self.length != 1 else "batch"
-        own = " on each process" if self._part is not None and self.already_sharded else ""
+        own = " on each process" if self._part is not None and self.is_own_part else ""
         return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
 
     def shard(self, part: Shard | None) -> None:
@@ -71,18 +71,18 @@ class ReadyBatches(Source):
 
         DataError for a stream, which each rank would read completely, and for data that shard rows themselves.
         """
-        if part is not None and not self.already_sharded:
+        if part is not None and not self.is_own_part:
             from trainwright.data.slicing import refuse_sharding_sampler, unsharded_stream
 
             refuse_sharding_sampler(self._data, role=self._role, processes=part.size, batch_size=None)
             if self.own_length is None:
                 raise unsharded_stream(self._data, role=self._role, processes=part.size)
         self._part = part
-        self.length = None if part is not None and self.already_sharded else self.own_length
+        self.length = None if part is not None and self.is_own_part else self.own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of a pass; its first `skip` are read and dropped, unless the data save their position."""
-        if self._other_size and skip and self.already_sharded:
+        if self._other_size and skip and self.is_own_part:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
             return self._begin_pass(epoch, skip)
@@ -90,7 +90,7 @@ class ReadyBatches(Source):
         from trainwright.data.slicing import slice_batches
 
         begin = partial(self._begin_pass, epoch, skip)
-        if self._part is None or self.already_sharded:
+        if self._part is None or self.is_own_part:
             return slicing.read_own_part(begin, self._part, aligned=not skip)
         if isinstance(self._data, list):
             return slice_batches(begin(), self._part, self.describe())
@@ -117,7 +117,7 @@ class ReadyBatches(Source):
     def _begin_after(self, skip: int) -> Iterator[Any]:
         """Return the batches after the first `skip`."""
         batches: Iterator[Any] = iter(self._data)
-        if self._part is None or not self.already_sharded:
+        if self._part is None or not self.is_own_part:
             return begin_after(batches, skip, name=self.describe(), error=self._no_batches)
         deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
         return batches
@@ -129,7 +129,7 @@ class ReadyBatches(Source):
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
-        return {"batches": None if self.already_sharded else self.own_length}
+        return {"batches": None if self.is_own_part else self.own_length}
 
     @property
     def resume_caveat(self) -> str:
@@ -162,7 +162,7 @@ class ReadyBatches(Source):
         check_fingerprint(
             self.fingerprint(), position["fingerprint"], what=what, fix="give the batches that the run was started with"
         )
-        if other_size and self.already_sharded:
+        if other_size and self.is_own_part:
             position = {**position, "state": None}
         self._sought, self._other_size = position, other_size
         if ended and self._stateful is not None and position["state"] is not None:

@@ -101,9 +101,9 @@ class LoaderBatches(Source):
         """Return rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
-        if self._part is not None and self.batch_size is not None and not self.already_sharded:
+        if self._part is not None and self.batch_size is not None and not self.is_own_part:
             size = f"batches of {self._part.layout_text(self.batch_size)}"
-        size += " on each process" if self._part is not None and self.already_sharded else ""
+        size += " on each process" if self._part is not None and self.is_own_part else ""
         n = self._loader.num_workers
         workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
@@ -114,19 +114,19 @@ class LoaderBatches(Source):
         DataError for data that cannot be sharded: a stream, a loader that shards rows itself, one whose order cannot be
         drawn alike on all ranks.
         """
-        if part is not None and not self.already_sharded:
+        if part is not None and not self.is_own_part:
             from trainwright.data import slicing
 
             slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
             self._draw_limit = slicing.draw_limit(_index_sampler(self._loader)) if self.fetches_by_index else None
         self._part = part
-        apart = part is not None and self.already_sharded
+        apart = part is not None and self.is_own_part
         self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return one pass over the loader without its first `skip` batches; the draws for all batches are made."""
         stream = isinstance(self._loader.dataset, IterableDataset)
-        if self._other_size and skip and self.already_sharded:
+        if self._other_size and skip and self.is_own_part:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and not (stream and is_alone_in_job()):
             doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
@@ -134,7 +134,7 @@ class LoaderBatches(Source):
         from trainwright.data import slicing
 
         begin = partial(self._begin_pass, epoch, skip)
-        if self._part is None or self.already_sharded:
+        if self._part is None or self.is_own_part:
             return slicing.read_own_part(begin, self._part, aligned=not skip)
         if not self.fetches_by_index:
             return slicing.read_completely(begin, self._part, name=self.describe())
@@ -156,11 +156,16 @@ class LoaderBatches(Source):
     @property
     def fetches_by_index(self) -> bool:
         """Whether a rank can fetch its rows of a batch alone; else it reads complete batches."""
-        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.already_sharded
+        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.is_own_part
+
+    @property
+    def _differs_by_rank(self) -> bool:
+        """Whether the ranks of a run read different rows; else each reads complete batches."""
+        return self.fetches_by_index or self.is_own_part
 
     def _begin_pass(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None
-        apart = self._part is not None and self.already_sharded
+        apart = self._part is not None and self.is_own_part
         if apart and self.own_length is not None:
             skip = min(skip, self.own_length)  # other ranks may have more
         inside = sought is not None and self._generators.epoch == epoch
@@ -196,10 +201,9 @@ class LoaderBatches(Source):
         """Return the properties of the data that must not change between a save and a resume."""
         loader = self._loader
         samplers = (loader.sampler, loader.batch_sampler)
+        has_no_rows = self.is_own_part or isinstance(loader.dataset, IterableDataset)
         return {
-            "rows": None
-            if self.already_sharded or isinstance(loader.dataset, IterableDataset)
-            else length_of(loader.dataset),
+            "rows": None if has_no_rows else length_of(loader.dataset),
             "batch_size": self.batch_size if self.batch_size is not None else loader.batch_size,
             "drop_last": self._drops_last,
             "sampler": "/".join(type(sampler).__name__ for sampler in samplers if sampler is not None),
@@ -250,11 +254,9 @@ class LoaderBatches(Source):
         if have != saved:
             same = "the rows are the same, their random draws are not"
             lines.append(f"resumed with num_workers={have}, saved with {saved}: {same}")
-        if other_size and (
-            self.fetches_by_index or self.already_sharded
-        ):  # else each rank reads all batches, as rank 0 did
+        if other_size and self._differs_by_rank:  # else each rank reads all batches, as rank 0 did
             position = {**position, "workers": WorkerStates().position(have)}
-            if self.already_sharded:
+            if self.is_own_part:
                 position["state"] = None
             if self.other_size_note:
                 lines.append(self.other_size_note)
@@ -269,7 +271,7 @@ class LoaderBatches(Source):
     @property
     def other_size_note(self) -> str | None:
         """A line on what differs after a resume on another number of processes; None where nothing does."""
-        if not self._loader.num_workers or not (self.fetches_by_index or self.already_sharded):
+        if not self._loader.num_workers or not self._differs_by_rank:
             return None
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
@@ -310,7 +312,7 @@ class LoaderBatches(Source):
         """Return a pass after `skip` batches of the order, which is drawn now, with the present random state."""
         loader, order = self._loader, self._order
         order.skip = skip
-        if self._fetches_own_rows:
+        if self._part is not None and self.fetches_by_index:
             from trainwright.data.slicing import ShardedIndices
 
             lists = loader.batch_sampler is not None
@@ -334,9 +336,8 @@ class LoaderBatches(Source):
         """Return a pass over the loader, with new workers where the persistent ones belong to another pass."""
         loader: Any = self._loader
         order = self._order
-        if has_twin(loader) and (
-            loader.num_workers or order.skip or order.on_draw or order.restarts_if_empty or order.shard
-        ):
+        changes_order = order.skip or order.on_draw or order.restarts_if_empty or order.shard
+        if has_twin(loader) and (loader.num_workers or changes_order):
             loader = twin(loader, order, self._start_workers if loader.num_workers else None)
         pool = persistent_iterator(loader)
         under_way = is_under_way(pool)
@@ -363,7 +364,7 @@ class LoaderBatches(Source):
         init = InitWorker(stand_in.worker_init_fn, self._record.states, collate, part=part)
         attributes = {} if collate is None else {"collate_fn": collate}
         prepared = view(stand_in, self._order, worker_init_fn=init, **attributes)
-        apart = self._fetches_own_rows or self.already_sharded  # else the workers of all ranks read the same batches
+        apart = self._fetches_own_rows or self.is_own_part  # else the workers of all ranks read the same batches
         return Workers(prepared, self._record, seed=seed, first=self._first_worker(), rank=part.rank if apart else 0)
 
     def _first_worker(self) -> int:

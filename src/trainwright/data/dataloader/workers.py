@@ -433,9 +433,7 @@ def _restore_states(state: State) -> None:
 
 _MOST_ROWS = 16
 _SHARED_MEMORY = "/dev/shm"
-_WITHOUT_WORKERS = (
-    "num_workers=0 fetches these rows in this process, where a debugger and the whole traceback are at hand"
-)
+_NO_WORKERS = "num_workers=0 fetches these rows in this process, with a debugger and the complete traceback"
 
 
 def explain_worker_error(
@@ -458,9 +456,8 @@ def explain_worker_error(
 
 def worker_in_message(error: Exception, pids: Sequence[int], *, waited: int | None) -> int | None:
     """Return the number of the worker whose pid is in the message of an error; `waited` where no pid is."""
-    named = [
-        int(pid) for pids in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _text_of(error)) for pid in pids.split(",")
-    ]
+    lists = re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _text_of(error))
+    named = [int(pid) for pids in lists for pid in pids.split(",")]
     if not named:
         return waited
     return next((pids.index(pid) for pid in named if pid in pids), None)
@@ -492,14 +489,14 @@ def _cause(text: str) -> tuple[str, str, str]:
         fix = f"a larger {_SHARED_MEMORY} (in a container: docker run --shm-size=8g, or --ipc=host), or {smaller}"
         return "ran out of shared memory", _shared_memory_left(), fix
     if "timed out after" in text:
-        fix = f"{_WITHOUT_WORKERS}; DataLoader(timeout=...) waits longer"
+        fix = f"{_NO_WORKERS}; DataLoader(timeout=...) waits longer"
         return "gave no batch in time", "it hangs: a lock held when it was forked, or a file system or a network", fix
     if by_hand and "signal: Killed" in text:
         why = "SIGKILL, mostly by the system when memory runs out (see dmesg)"
         return "was killed", why, "fewer num_workers or a smaller prefetch_factor"
     if by_hand:
-        return "died", "something in the data set's code, or a signal, ended the process", _WITHOUT_WORKERS
-    return "raised this error", "", _WITHOUT_WORKERS
+        return "died", "something in the data set's code, or a signal, ended the process", _NO_WORKERS
+    return "raised this error", "", _NO_WORKERS
 
 
 def _shared_memory_left() -> str:

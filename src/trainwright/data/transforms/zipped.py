@@ -211,12 +211,12 @@ class Zip(Source):
         return _join_lines({name: one.other_size_note for name, one in self._sources.items()})
 
     @property
-    def already_sharded(self) -> bool:
+    def is_own_part(self) -> bool:
         """Whether the batches are this rank's own part already."""
-        return all(one.already_sharded for one in self._sources.values())
+        return all(one.is_own_part for one in self._sources.values())
 
-    @already_sharded.setter
-    def already_sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @is_own_part.setter
+    def is_own_part(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert sharded
         for one in self._sources.values():
             mark_as_own_part(one, self._role)
@@ -288,7 +288,7 @@ class Zip(Source):
         return Slice({name: one.batch for name, one in given.items()}, first.rows, first.all_rows)
 
     def _check_parts(self, part: Shard) -> None:
-        marks = {name: one.already_sharded for name, one in self._sources.items()}
+        marks = {name: one.is_own_part for name, one in self._sources.items()}
         if len(set(marks.values())) > 1:
             raise DataError(
                 f"{self._role} data: some of the loaders that are read together are each process's own part",
