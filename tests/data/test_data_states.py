@@ -257,9 +257,9 @@ def started() -> Any:
         (lambda: DataLoader(Noisy(), shuffle=True, num_workers=2, persistent_workers=True), ""),
         (Remembers, ""),
         (lambda: DataLoader(Rolling(), num_workers=2), ""),
-        (lambda: (batch for batch in READY), "reads a new generator up to where this one stood"),
-        (Stream, "reads Stream up to where it stood: exact only if it gives the same batches again"),
-        (lambda: DataLoader(Stream()), "reads the training data (Stream) up to where they stood: exact only if"),
+        (lambda: (batch for batch in READY), "reads a new generator up to the saved position"),
+        (Stream, "reads Stream up to the saved position: exact only if it yields the same batches again"),
+        (lambda: DataLoader(Stream()), "reads the training data (Stream) up to the saved position: exact only if"),
         (lambda: DataLoader(Noisy(), num_workers=1, in_order=False), "write in_order=True"),
         (lambda: Passing(Noisy()), "reads the training data again (Passing iterates in its own way): exact"),
         (

@@ -37,7 +37,7 @@ class Once:
         (lambda: together(**dict.fromkeys("ab", Sized(4))), r"a=..., b=...\) are the same loader"),
         (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),
         (lambda: open_source(together(a=Sized(4), b=Once())), r"b has no length(.|\n)*length='a'"),
-        (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 beside a Sized"),
+        (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 with a Sized"),
         (lambda: open_source(together(a=table(9), b=Sized(4))), r"a data set of rows, without a batch size"),
     ],
 )

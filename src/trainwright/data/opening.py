@@ -299,7 +299,7 @@ def mark_as_own_part(source: Any, role: str) -> Source:
         raise DataError(
             f"{role} data: sharded({name}(...)), a source of your own",
             want="a loader, an iterable of batches, or a function epoch -> one of these",
-            fix=f"def shard(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
+            fix=f"def shard(self, part) in {name}, after which epoch(...) yields a Slice(batch, None, None) for each",
         )
     source.is_own_part = True
     marked: Source = source
@@ -334,7 +334,7 @@ def _no_rows(data: Any, batch_size: int, role: str) -> DataError:
     if isinstance(data, IterableDataset):
         fix = f"DataLoader(data, batch_size={batch_size})"
     return DataError(
-        f"{role} data: batch_size={batch_size} beside {_with_article(data)}, which is taken as batches already",
+        f"{role} data: batch_size={batch_size} with {_with_article(data)}, which has batches already",
         want="batch_size only with a data set of rows",
         fix=fix,
     )

@@ -291,7 +291,7 @@ class Batches(Source):
         if not len(self._data):
             raise DataError("data set of 0 rows", want="at least one row")
         if rows == 0:
-            raise DataError(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one")
+            raise DataError(f"the sampler {type(self._sampler).__name__} has 0 rows", want="at least one")
         if self.own_length == 0:
             what = f"{rows} rows, batch_size {self._size}, drop_last=True leaves 0 batches"
             raise DataError(what, fix=f"drop_last=False, or a batch_size of at most {rows}")

@@ -167,7 +167,7 @@ def refuse_loader(loader: DataLoader[Any], *, role: str, processes: int, batch_s
         raise unsharded_stream(loader, role=role, processes=processes)
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise DataError(
-            f"{role} data: in_order=False gives batches as they come, differently on each of {processes} processes",
+            f"{role} data: in_order=False yields batches as they arrive, differently on each of {processes} processes",
             want="the same order on all of them",
             fix="DataLoader(..., in_order=True)",
         )

@@ -67,7 +67,7 @@ class Source:
             name = type(self).__name__
             raise DataError(
                 f"the source {name} does not shard its batches over {part.size} processes",
-                want="shard(part), after which epoch(...) gives a Slice(batch, rows, all_rows) for each batch",
+                want="shard(part), after which epoch(...) yields a Slice(batch, rows, all_rows) for each batch",
                 fix=f"def shard(self, part) in {name}, or parallel=None for a run of one process",
             )
 

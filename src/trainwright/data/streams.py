@@ -136,10 +136,10 @@ class ReadyBatches(Source):
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
         if isinstance(self._data, list) or self._stateful is not None:
             return ""
-        name, again = type(self._data).__name__, "exact only if it gives the same batches again"
+        name, again = type(self._data).__name__, "exact only if it yields the same batches again"
         if not self.repeatable:
-            return f"a resume reads a new {name} up to where this one stood: {again}; batches(...) reads nothing twice"
-        return f"a resume reads {name} up to where it stood: {again}; give it state_dict and load_state_dict"
+            return f"a resume reads a new {name} up to the saved position: {again}; batches(...) reads nothing twice"
+        return f"a resume reads {name} up to the saved position: {again}; give it state_dict and load_state_dict"
 
     def independent_copy(self) -> ReadyBatches:
         """Return a copy with a position of its own, which does not call `set_epoch`."""

@@ -408,16 +408,16 @@ def _index_sampler(loader: DataLoader[Any]) -> Any:
 def _why_inexact(loader: DataLoader[Any], generators: Generators) -> Iterator[str]:
     """Yield the reasons why a resume inside an epoch may be inexact, each with a fix."""
     name, data_name = type(loader).__name__, type(loader.dataset).__name__
-    same = "exact only if they give the same again"
+    same = "exact only if they yield the same again"
     if is_stateful(loader):
         if loader.num_workers:
             yield f"random draws in the workers of {name} are as exact as its state_dict makes them"
         return
     if not getattr(loader, "in_order", True) and loader.num_workers:
-        yield "in_order=False gives batches as they come: a resume may repeat and leave out rows; write in_order=True"
+        yield "in_order=False yields batches as they arrive: a resume may repeat or omit rows; write in_order=True"
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers or not is_stateful(loader.dataset):
-            yield f"a resume reads the training data ({data_name}) up to where they stood: {same}"
+            yield f"a resume reads the training data ({data_name}) up to the saved position: {same}"
     elif iterates_itself(loader) or not has_twin(loader):
         yield f"a resume reads the training data again ({name} iterates in its own way): {same}"
     elif loader.persistent_workers and not isinstance(persistent_iterator(loader), Workers | None):
