@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import joined, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharded_sources import joined, rows_of
 from sources import committed
 from torch import Tensor
 
@@ -116,7 +116,7 @@ def test_padding_is_told_as_it_is() -> None:
     share = 1 - sum(int(mask.sum()) for mask in anyhow) / sum(mask.numel() for mask in anyhow)
     assert data.padding_mixed() == pytest.approx(share, abs=0.05)
     assert data.padding() < 0.12 < 0.5 < data.padding_mixed()
-    shares = f"{data.padding():.1%} of what a batch holds is padding, {data.padding_mixed():.1%} without"
+    shares = f"{data.padding():.1%} of a batch is padding, {data.padding_mixed():.1%} without"
     assert data.note == f"bucketed by length: {shares}"
 
 
@@ -152,7 +152,7 @@ def test_processes_share_every_batch(how: dict[str, Any], size: int) -> None:
     ranks = []
     for rank in range(size):
         source: Any = open_source(made(**settings))
-        source.deal(Shard(rank, size))
+        source.shard(Shard(rank, size))
         ranks.append([one._replace(batch=one.batch[-1]) for one in source.epoch(1)])
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == whole
     assert all(len(rows_of(one.batch)) == (one.rows or len(rows_of(one.batch))) for rank in ranks for one in rank)
@@ -183,7 +183,7 @@ def test_lengths_may_come_from_the_rows_and_draw_nothing() -> None:
 
 def test_rows_of_this_process_s_own_have_no_length_for_all() -> None:
     source: Any = open_source(sharded(made()))
-    source.deal(Shard(1, 2))
+    source.shard(Shard(1, 2))
     one = next(source.epoch(0))
     assert (source.length, source.rows, source.batch_size, one.all_rows) == (None, None, None, None)
 

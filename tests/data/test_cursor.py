@@ -105,7 +105,7 @@ def opened(data: Any, part: Shard | None = None) -> Any:
     source = open_source(data)
     source.must_resume = True
     if part is not None:
-        source.deal(part)
+        source.shard(part)
     return source
 
 

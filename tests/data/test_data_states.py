@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,8 +12,20 @@ import pytest
 import torch
 from passes import Augmented, Globally, Passing, alike, rest, resumed, trained
 from sources import READY, Noisy, Stream, X, Y, committed, seeded
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, get_worker_info
+from torch import nn
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    Sampler,
+    Subset,
+    TensorDataset,
+    default_collate,
+    get_worker_info,
+)
 
+from trainwright import Checkpoint, Trainer
 from trainwright.core.errors import DataError
 from trainwright.data.opening import batches, open_source
 from trainwright.data.streams import Continuing
@@ -109,7 +122,7 @@ def test_a_half_fetched_window_of_an_iterable_is_not_lost() -> None:
     table, saved = trained(opened(Remembers()), [(1, 3)], window=2)
     assert alike(resumed(opened(Remembers()), saved[1, 3], 1, 2), rest(table, 1, 2))
     for elsewhere in (1, 3):
-        with pytest.raises(DataError, match=rf"cannot go on after {elsewhere} batches(.|\n)*resume_data=False"):
+        with pytest.raises(DataError, match=rf"cannot continue after {elsewhere} batches(.|\n)*resume_data=False"):
             resumed(opened(Remembers()), saved[1, 3], 1, elsewhere)
 
 
@@ -210,6 +223,26 @@ class Hides(Noisy):
         self.transform.rng = np.random.default_rng()
 
 
+class Jitters:
+    """A collate function with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.rng = random.Random(1)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return default_collate(rows)
+
+
+class Wraps(Sampler[int]):
+    """A sampler around another one, which has a generator of its own."""
+
+    def __init__(self) -> None:
+        self.inner = RandomSampler(range(20), generator=torch.Generator())
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(self.inner)
+
+
 def started() -> Any:
     loader = DataLoader(Noisy(), num_workers=1, persistent_workers=True)
     next(iter(loader))
@@ -224,27 +257,42 @@ def started() -> Any:
         (lambda: DataLoader(Noisy(), shuffle=True, num_workers=2, persistent_workers=True), ""),
         (Remembers, ""),
         (lambda: DataLoader(Rolling(), num_workers=2), ""),
-        (lambda: (batch for batch in READY), "reads a new generator up to where this one stood"),
-        (Stream, "reads Stream up to where it stood: exact only if it gives the same batches again"),
-        (lambda: DataLoader(Stream()), "reads the training data (Stream) up to where they stood: exact only if"),
+        (lambda: (batch for batch in READY), "reads a new generator up to the saved position"),
+        (Stream, "reads Stream up to the saved position: exact only if it yields the same batches again"),
+        (lambda: DataLoader(Stream()), "reads the training data (Stream) up to the saved position: exact only if"),
         (lambda: DataLoader(Noisy(), num_workers=1, in_order=False), "write in_order=True"),
         (lambda: Passing(Noisy()), "reads the training data again (Passing iterates in its own way): exact"),
         (
             lambda: DataLoader(Hides()),
-            r"dataset.transform.rng is a generator that no checkpoint holds; give Hides state_",
+            r"dataset.transform.rng is a generator that no checkpoint holds; draw from",
         ),
         (lambda: batches(Hides(), 4), r"dataset.transform.rng is a generator that no checkpoint holds; draw from"),
-        (lambda: batches(Rolling(), 4, workers=2), "the state of Rolling in workers is not kept; write workers=0"),
+        (lambda: DataLoader(Subset(Rolling(), [1, 2])), "dataset.dataset.rng is a generator that no checkpoint holds"),
+        (lambda: DataLoader(Noisy(), collate_fn=Jitters()), "collate_fn.rng is a generator that no checkpoint holds"),
+        (lambda: batches(Noisy(), 4, collate=Jitters().__call__), "collate_fn.rng is a generator that no checkpoint"),
+        (lambda: DataLoader(Noisy(), sampler=Wraps()), "sampler.inner.generator is a generator that no checkpoint"),
+        (lambda: batches(X, 4, sampler=Wraps()), "sampler.inner.generator is a generator that no checkpoint holds"),
+        (lambda: batches(Rolling(), 4, workers=2), "the state of Rolling in workers is not saved; write workers=0"),
         (started, "the persistent workers were started before fit"),
         (lambda: lambda epoch: Stream(), "reads Stream up to"),
     ],
 )
 def test_what_is_not_known_to_resume_exactly_is_said_before_training(data: Any, said: str) -> None:
     source = open_source(data())
-    assert said in source.resumes
-    assert bool(said) == bool(source.resumes)
+    assert said in source.resume_caveat
+    assert bool(said) == bool(source.resume_caveat)
     if source.length is None or source.repeatable:
-        assert Continuing(source).resumes == source.resumes
+        assert Continuing(source).resume_caveat == source.resume_caveat
+
+
+def test_the_header_of_a_run_with_checkpoints_says_it(tmp_path: Path, capsys: Any) -> None:
+    for checkpoint in (None, Checkpoint(tmp_path / "run")):
+        model = nn.Linear(3, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loader = DataLoader(TensorDataset(torch.rand(20, 3), torch.rand(20, 2)), batch_size=4, sampler=Wraps())
+        Trainer(model, optimizer, nn.MSELoss(), checkpoint=checkpoint).fit(loader, epochs=1)
+        said = "sampler.inner.generator is a generator that no checkpoint holds"
+        assert (said in " ".join(capsys.readouterr().out.split())) == (checkpoint is not None)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright import Trainer
 from trainwright.data import shard
-from trainwright.data.dataloader.workers import looked_at
+from trainwright.data.dataloader.workers import warn_of_duplicates
 
 ROWS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), torch.tensor([float(i)])) for i in range(24)]
 SAYS = "all 2 workers give the same batches: each reads all of Naive, and every row comes 2 times"
@@ -45,7 +45,7 @@ def test_a_stream_that_each_worker_reads_whole_is_told_once() -> None:
 
 
 @pytest.mark.parametrize("loader", [{"num_workers": 2}, {"num_workers": 1}, {}])
-def test_a_stream_that_is_dealt_is_not_told(loader: dict[str, int]) -> None:
+def test_a_stream_that_is_sharded_is_not_told(loader: dict[str, int]) -> None:
     assert fit(DataLoader(Dealt(), batch_size=4, **loader)) == 12
 
 
@@ -68,5 +68,5 @@ def test_only_two_rounds_that_differ_are_doubled_and_every_batch_is_given(number
     given = [{"x": torch.tensor([number]), "name": "a"} for number in numbers]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert list(looked_at(iter(given), workers=2, name="Naive")) == given
+        assert list(warn_of_duplicates(iter(given), workers=2, name="Naive")) == given
     assert len(caught) == told

@@ -12,7 +12,7 @@ from sources import committed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright.core.errors import DataError, SettingError
-from trainwright.data import reading
+from trainwright.data import in_memory
 from trainwright.data.opening import batches, open_source
 
 ROWS = 600
@@ -87,9 +87,9 @@ def test_it_does_so_in_every_order(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fault", ["a part of the rows is forgotten", "columns are exchanged"])
 def test_a_fault_in_the_reading_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault.startswith("a part"):
-        monkeypatch.setattr(reading._Reading, "_check_again", lambda self, part, *_, **__: part.zero_())
+        monkeypatch.setattr(in_memory._Reading, "_check_again", lambda self, part, *_, **__: part.zero_())
     else:
-        monkeypatch.setattr(reading, "_filled_anew", lambda form, columns: reading._filled(form, iter(columns[::-1])))
+        monkeypatch.setattr(in_memory, "_packed", lambda form, columns: in_memory._filled(form, iter(columns[::-1])))
     with pytest.raises(AssertionError):
         check_same(KINDS["dict"])
 
@@ -157,7 +157,7 @@ class Stream(IterableDataset):
         (Rows(lambda i: X[i] + torch.rand(()) * (i == 300)), "row 300 is not the same"),
         (Rows(lambda i: np.random.rand(2)), r"row 0(.|\n)*have  it: \[0(.|\n)*in_memory out"),
         (Rows(calls), r"row 0 is not the same in two readings(.|\n)*\[1\]: 1, then 257"),
-        (Rows(lambda i: X[i, :, : 3 - i % 2]), r"row 1 is not of the kind(.|\n)*\(2, 2\) Tensor(.|\n)*\(2, 3\) Tensor"),
+        (Rows(lambda i: X[i, :, : 3 - i % 2]), r"row 1 differs in kind(.|\n)*\(2, 2\) Tensor(.|\n)*\(2, 3\) Tensor"),
         (Rows(lambda i: (X[i], i if i < 500 else float(i))), r"row 500(.|\n)*\[1\] float(.|\n)*\[1\] int"),
         (Rows(lambda i: (X[i],) * (1 + i // 400)), r"row 400(.|\n)*have  2 values(.|\n)*want  1 values"),
         (Rows(lambda i: {"x": X[i], "name": "a"}), r"\['name'\] is a str(.|\n)*tensors, numbers and arrays"),

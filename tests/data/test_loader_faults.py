@@ -109,7 +109,7 @@ def test_a_death_that_nobody_heard_of_is_told_by_the_next_fetch(
     loader = DataLoader(Faulty(raises, row=-1), batch_size=2, num_workers=2, persistent_workers=persistent)
     iterator = open_source(loader).epoch(0)
     next(iterator)
-    [alive] = [one for one in workers._ALIVE if one._dataset is loader.dataset]
+    [alive] = [one for one in workers._POOLS if one._dataset is loader.dataset]
     held = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     try:
         os.kill(alive._workers[1].pid, signal.SIGKILL)

@@ -57,7 +57,7 @@ def test_rows_that_are_fetched_many_at_once_are_what_they_are_one_by_one(shuffle
 
 @pytest.mark.parametrize("rows", [lambda indices: (X[indices], Y[indices]), lambda indices: [(X[0], 1)]])
 def test_many_rows_at_once_that_are_none_are_refused_with_what_to_write(rows: Any) -> None:
-    named = r"asked for 8 rows(.|\n)*a (tuple of 2|list of 1)(.|\n)*a list of 8 rows(.|\n)*collate=collate"
+    named = r"given 8 row numbers(.|\n)*a (tuple of 2|list of 1)(.|\n)*a list of 8 rows(.|\n)*collate=collate"
     with pytest.raises(DataError, match=named):
         next(iter(batches(Looked(rows), 8)))
     whole = batches(Looked(rows), 8, collate=lambda batch: batch)

@@ -1,4 +1,4 @@
-"""Streams of which each process reads a part of its own, marked as such, and what cannot be dealt at all."""
+"""Streams of which each process reads a part of its own, marked as such, and what cannot be sharded at all."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from dealt import Lists, Ordered, Pair, Rows, Sized, Stream, opened, rows_of, starts
+from sharded_sources import Lists, Ordered, Pair, Rows, Sized, Stream, opened, rows_of, starts
 from sources import committed
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
@@ -20,8 +20,8 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data.opening import batches, open_source
 from trainwright.data.sharding import shard, sharded
-from trainwright.data.slicing import cut
 from trainwright.data.slicing import rows_of as counted
+from trainwright.data.slicing import slice_rows
 from trainwright.data.source import Source
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard, Slice
@@ -101,9 +101,9 @@ def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
     for data, own in ((made, 5), ([torch.arange(3)] * 4, 4), (DataLoader(Rows(9), batch_size=2), 5)):
         source: Any = opened(lambda data=data: sharded(data), Shard(0, 2))
         assert (source.length, source.rows, source.own_length) == (None, None, own)
-        source.deal(None)
+        source.shard(None)
         assert source.length == own
-    assert not made.sharded and len(made) == 5
+    assert not made.is_own_part and len(made) == 5
 
 
 def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:
@@ -128,7 +128,7 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
     ranks = []
     for rank in range(2):
         source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.deal(Shard(rank, 2))
+        source.shard(Shard(rank, 2))
         starts()
         given = []
         for epoch in range(3):
@@ -144,7 +144,7 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
 def test_an_endless_stream_resumes_on_as_many_processes_where_each_of_them_was() -> None:
     def made(rank: int) -> Any:
         source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.deal(Shard(rank, 2))
+        source.shard(Shard(rank, 2))
         return source
 
     source = made(1)
@@ -188,20 +188,20 @@ class Unmeasured(Lists):
         (lambda: Sized(3).__iter__(), r"generator is a stream"),
         (
             lambda: DataLoader(Rows(9), batch_size=2, sampler=DistributedSampler(Rows(9), 2, 0, shuffle=False)),
-            r"DistributedSampler deals rows(.|\n)*DataLoader\(data, batch_size=4, shuffle=False\)",
+            r"DistributedSampler shards rows(.|\n)*DataLoader\(data, batch_size=4, shuffle=False\)",
         ),
         (lambda: DataLoader(Rows(9), batch_sampler=Knows()), r"Knows\(num_processes=2, process_index=1\)"),
-        (lambda: batches(Rows(9), 2, sampler=DistributedSampler(Rows(9), 2, 0)), "DistributedSampler deals rows"),
+        (lambda: batches(Rows(9), 2, sampler=DistributedSampler(Rows(9), 2, 0)), "DistributedSampler shards rows"),
         (lambda: DataLoader(Rows(9), batch_sampler=Unmeasured()), "Unmeasured has no length"),
         (lambda: DataLoader(Rows(9), batch_size=2, num_workers=1, in_order=False), "in_order=False"),
     ],
 )
-def test_what_cannot_be_dealt_is_refused_with_what_to_write(data: Any, named: str) -> None:
+def test_what_cannot_be_sharded_is_refused_with_what_to_write(data: Any, named: str) -> None:
     with pytest.raises(DataError, match=named):
-        open_source(data()).deal(Shard(0, 2))  # type: ignore[attr-defined]
+        open_source(data()).shard(Shard(0, 2))  # type: ignore[attr-defined]
 
 
-def test_a_loader_that_deals_itself_is_read_as_it_is_where_it_is_marked_or_deals_to_one() -> None:
+def test_a_loader_that_shards_itself_is_read_as_it_is_where_it_is_marked_or_shards_to_one() -> None:
     rows = []
     for rank in range(2):
         sampler = DistributedSampler(Rows(10), 2, rank, shuffle=True)
@@ -235,8 +235,8 @@ def test_a_source_of_the_users_own_that_cannot_deal_is_refused() -> None:
         def load_state_dict(self, tree: Any) -> None:
             pass
 
-    with pytest.raises(DataError, match=r"Own does not deal(.|\n)*def deal\(self, part\)"):
-        Continuing(open_source(Own())).deal(Shard(0, 2))
+    with pytest.raises(DataError, match=r"Own does not shard(.|\n)*def shard\(self, part\)"):
+        Continuing(open_source(Own())).shard(Shard(0, 2))
     with pytest.raises(DataError, match="a source of your own"):
         open_source(sharded(Own()))
 
@@ -252,7 +252,7 @@ def test_a_ready_batch_keeps_its_types_when_it_is_cut() -> None:
     batch = OrderedDict(
         pair=Pair(a, a.numpy()), both=[a, (a,)], batch=Batch(a, 0.5), names=list("abcdef"), scale=torch.tensor(2.0)
     )
-    part = cut(batch, range(2, 4), of=counted(batch, "it"))
+    part = slice_rows(batch, range(2, 4), of=counted(batch, "it"))
     assert type(part) is OrderedDict and type(part["pair"]) is Pair and type(part["batch"]) is Batch
     assert part["pair"].rows.tolist() == part["pair"].twice.tolist() == part["both"][1][0].tolist() == [2, 3]
     assert (part["names"], part["batch"].weight, part["scale"].item()) == (["c", "d"], 0.5, 2.0)

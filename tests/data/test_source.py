@@ -142,7 +142,7 @@ def test_data_that_are_train_and_val_at_once_resume_with_the_order_of_both(kind:
 
     def validated(source: Any) -> list[str]:
         with rng_preserved(source.generators):
-            return [text(batch) for batch in source.beside().epoch(0)]
+            return [text(batch) for batch in source.independent_copy().epoch(0)]
 
     source = open_source(make())
     list(source.epoch(0))

@@ -44,7 +44,7 @@ def test_a_finite_source_begins_again_inside_an_epoch_and_a_generator_ends() -> 
     assert next(source.epoch(1)) == 1
     once = Continuing(open_source(iter([0, 1, 2])))
     assert list(once.epoch(0)) == [0, 1, 2]
-    with pytest.raises(DataError, match="used up"):
+    with pytest.raises(DataError, match="exhausted"):
         next(once.epoch(1))
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import Rows, Sized, Stream, rows_of, starts, table
 from passes import Augmented, Globally, alike, loader, rest, resumed, trained
+from sharded_sources import Rows, Sized, Stream, rows_of, starts, table
 from sources import committed, generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -217,7 +217,7 @@ def test_a_pass_beside_training_begins_anew_and_leaves_it_where_it_is() -> None:
     source = open_source(two())
     run = source.epoch(0)
     first = [numbers(next(run)) for _ in range(2)]
-    aside = [[numbers(one) for one in source.beside().epoch(0)] for _ in range(2)]
+    aside = [[numbers(one) for one in source.independent_copy().epoch(0)] for _ in range(2)]
     assert aside[0] == aside[1] == [*first, *map(numbers, run)]
 
 
@@ -231,7 +231,7 @@ def test_a_pass_beside_tells_no_data_set_of_another_epoch(length: str) -> None:
     source = open_source(together(a=DataLoader(Told(9), 4), b=DataLoader(Told(9), 4), length=length))
     list(source.epoch(2))
     before = list(told)
-    list(source.beside().epoch(0))
+    list(source.independent_copy().epoch(0))
     assert told == before != []
 
 
@@ -307,7 +307,7 @@ def test_processes_share_the_rows_of_every_loader(name: str, size: int) -> None:
     for rank in range(size):
         starts()
         source: Any = open_source(FULL[name]())
-        source.deal(Shard(rank, size))
+        source.shard(Shard(rank, size))
         ranks.append([of_rank(source, begun[epoch], epoch=epoch, rank=rank) for epoch in range(3)])
     for epoch, expected in enumerate(whole):
         shared = [
@@ -338,7 +338,7 @@ def test_a_state_of_one_process_goes_on_over_two_and_back(name: str, cut: tuple[
     for rank in range(2):
         starts()
         source: Any = open_source(FULL[name]())
-        source.deal(Shard(rank, 2))
+        source.shard(Shard(rank, 2))
         source.seek(saved, other_size=True)
         set_random_state(begun[0])
         slices = source.epoch(epoch, skip)
@@ -368,22 +368,22 @@ def of_rank(source: Any, begun: tuple[Any, list[Any]], *, epoch: int, rank: int)
 def test_a_short_batch_that_leaves_a_process_without_rows_of_one_loader_is_refused() -> None:
     source: Any = open_source(together(a=batches(table(20), 4), b=batches(table(7), 3)))
     with pytest.raises(DataError, match=r"rows for some of 2 processes only(.|\n)*1 rows of b(.|\n)*drop_last=True"):
-        source.deal(Shard(0, 2))
+        source.shard(Shard(0, 2))
     source = open_source(together(a=batches(table(20), 4), b=[torch.arange(3), torch.arange(1)]))
-    source.deal(Shard(0, 2))
+    source.shard(Shard(0, 2))
     with pytest.raises(DataError, match=r"4 rows of a, 1 rows of b"):
         list(source.epoch(0))
 
 
 def test_parts_of_ones_own_are_marked_for_all_or_none() -> None:
     source: Any = open_source(together(a=sharded(batches(table(20), 4)), b=batches(table(8), 4)))
-    with pytest.raises(DataError, match=r"a: its own, b: dealt(.|\n)*together\(a=sharded"):
-        source.deal(Shard(0, 2))
+    with pytest.raises(DataError, match=r"a: its own, b: shared(.|\n)*together\(a=sharded"):
+        source.shard(Shard(0, 2))
     for data in (together(a=sharded(table_batches()), b=sharded(table_batches())), sharded(two())):
         source = open_source(data)
-        source.deal(Shard(1, 2))
+        source.shard(Shard(1, 2))
         one = next(source.epoch(0))
-        assert (one.rows, one.all_rows, source.length, source.sharded) == (None, None, None, True)
+        assert (one.rows, one.all_rows, source.length, source.is_own_part) == (None, None, None, True)
 
 
 def table_batches() -> Any:

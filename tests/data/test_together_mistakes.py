@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from dealt import Sized, table
+from sharded_sources import Sized, table
 
 from trainwright import batches
 from trainwright.core.errors import DataError, SettingError
@@ -34,10 +34,10 @@ class Once:
         (lambda: two(length="longset"), r"length='longset'(.|\n)*Did you mean 'longest'(.|\n)*'a', 'b'"),
         (lambda: two(lenght="a"), r"lenght='a'(.|\n)*no loader. Did you mean 'length'"),
         (lambda: two(length=3), r"length=3(.|\n)*'longest', 'shortest', 'a', 'b'"),
-        (lambda: together(**dict.fromkeys("ab", Sized(4))), r"a=..., b=...\) are one loader"),
+        (lambda: together(**dict.fromkeys("ab", Sized(4))), r"a=..., b=...\) are the same loader"),
         (lambda: open_source(together(a=Sized(4), b=iter(table(4)))), r"b=...\) can be iterated only once"),
         (lambda: open_source(together(a=Sized(4), b=Once())), r"b has no length(.|\n)*length='a'"),
-        (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 beside a Sized"),
+        (lambda: open_source(together(a=Sized(4), b=Sized(4)), batch_size=3), r"batch_size=3 with a Sized"),
         (lambda: open_source(together(a=table(9), b=Sized(4))), r"a data set of rows, without a batch size"),
     ],
 )

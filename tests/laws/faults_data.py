@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch.utils.data import RandomSampler
 
-from trainwright.data.dataloader import recognized
+from trainwright.data.dataloader import tensor_dataset
 
 from .same_data import ROWS
 
 
 def skips_the_base_seed(patch):
-    whole = recognized.from_memory
+    whole = tensor_dataset.index_select_batches
 
     def unseeded(loader, iterator):
         generator = torch.default_generator if loader.generator is None else loader.generator
@@ -26,47 +26,47 @@ def skips_the_base_seed(patch):
         begin(self, loader)
 
     patch.setattr(torch.utils.data.dataloader._SingleProcessDataLoaderIter, "__init__", noted)
-    patch.setattr(recognized, "from_memory", unseeded)
+    patch.setattr(tensor_dataset, "index_select_batches", unseeded)
 
 
 def draws_an_order_of_its_own(patch):
-    drawn = recognized._drawn
-    recognized._draws_alike(RandomSampler)
+    drawn = tensor_dataset._draw_order
+    tensor_dataset._draws_like_torch(RandomSampler)
     order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(9))
-    patch.setattr(recognized, "_drawn", lambda sampler: drawn(sampler)._replace(order=order))
+    patch.setattr(tensor_dataset, "_draw_order", lambda sampler: drawn(sampler)._replace(order=order))
 
 
 def gives_the_rows_of_a_batch_in_another_order(patch):
-    take, whole = recognized.Table.take, recognized.Table.batches
-    patch.setattr(recognized.Table, "take", lambda self, rows: take(self, rows.sort().values))
+    take, whole = tensor_dataset.Table.take, tensor_dataset.Table.batches
+    patch.setattr(tensor_dataset.Table, "take", lambda self, rows: take(self, rows.sort().values))
 
     def batches(self, order, size, rows, *, only=None):
         flipped = None if order is None else torch.cat([part.flip(0) for part in order.split(size)])
         return whole(self, flipped, size, rows, only=only)
 
-    patch.setattr(recognized.Table, "batches", batches)
+    patch.setattr(tensor_dataset.Table, "batches", batches)
 
 
 def forgets_what_is_drawn_at_the_end(patch):
-    recognized._draws_alike(RandomSampler)
-    drawn = recognized._drawn
-    patch.setattr(recognized, "_drawn", lambda sampler: drawn(sampler)._replace(generator=None))
+    tensor_dataset._draws_like_torch(RandomSampler)
+    drawn = tensor_dataset._draw_order
+    patch.setattr(tensor_dataset, "_draw_order", lambda sampler: drawn(sampler)._replace(generator=None))
 
 
 def gives_tuples(patch):
-    whole = recognized.Table.__init__
-    patch.setattr(recognized.Table, "__init__", lambda self, columns, pack, at=None: whole(self, columns, None, at))
+    whole = tensor_dataset.Table.__init__
+    patch.setattr(tensor_dataset.Table, "__init__", lambda self, columns, pack, at=None: whole(self, columns, None, at))
 
 
 def leaves_out_the_short_batch(patch):
-    passed = recognized._passed
-    patch.setattr(recognized, "_passed", lambda table, given: list(passed(table, given))[:1])
+    passed = tensor_dataset._replay_pass
+    patch.setattr(tensor_dataset, "_replay_pass", lambda table, given: list(passed(table, given))[:1])
 
 
 def gathers_a_row_late(patch):
-    whole = recognized.Table._gathered_at_once
+    whole = tensor_dataset.Table._gathered_at_once
 
     def late(table, order, size, rows):
         return whole(table, order.roll(1), size, rows)
 
-    patch.setattr(recognized.Table, "_gathered_at_once", late)
+    patch.setattr(tensor_dataset.Table, "_gathered_at_once", late)

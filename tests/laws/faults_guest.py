@@ -277,7 +277,7 @@ def a_refused_fit_takes_the_rates(patch):
 
 
 def a_pass_settles_the_seed(patch):
-    patch.setattr(Batches, "beside", lambda self: self)
+    patch.setattr(Batches, "independent_copy", lambda self: self)
 
 
 def a_pass_moves_gradients_and_statistics(patch):

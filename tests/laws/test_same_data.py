@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Sampler, SubsetRandomSampler, TensorDataset, WeightedRandomSampler
 
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.dataloader import recognized
+from trainwright.data.dataloader import tensor_dataset
 from trainwright.data.opening import open_source
 from trainwright.distributed.mesh import Shard
 
@@ -75,7 +75,7 @@ def test_the_slices_of_a_recognised_loader_are_the_batches_of_the_loader(name):
     for rank in range(3):
         seeded()
         source = open_source(DataLoader(DATA, **SAMPLERS[name]()))
-        source.deal(Shard(rank, 3))
+        source.shard(Shard(rank, 3))
         parts.append([one.batch if one.rows else [X[:0], Y[:0]] for one in source.epoch(0)])
     joined = [[torch.cat(column) for column in zip(*some, strict=True)] for some in zip(*parts, strict=True)]
     assert [exactly(batch) for batch in joined] == [exactly(batch) for batch in expected]
@@ -152,7 +152,7 @@ class Doubled(DataLoader):
 )
 def test_what_is_anything_else_is_read_as_torch_reads_it(loader):
     made = loader()
-    assert type(recognized.from_memory(made, iter(made))).__name__ == "_SingleProcessDataLoaderIter"
+    assert type(tensor_dataset.index_select_batches(made, iter(made))).__name__ == "_SingleProcessDataLoaderIter"
 
 
 def test_a_row_that_is_not_there_ends_a_pass_with_torchs_own_error():
@@ -164,7 +164,7 @@ def test_a_row_that_is_not_there_ends_a_pass_with_torchs_own_error():
 
 
 def test_a_collate_function_that_a_user_has_taught_tensors_is_asked(monkeypatch):
-    monkeypatch.setitem(recognized.default_collate_fn_map, torch.Tensor, lambda rows, **_: -torch.stack(rows))
+    monkeypatch.setitem(tensor_dataset.default_collate_fn_map, torch.Tensor, lambda rows, **_: -torch.stack(rows))
     assert torch.equal(next(open_source(DataLoader(DATA, batch_size=8)).epoch(0))[0], -X[:8])
 
 

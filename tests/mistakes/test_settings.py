@@ -79,7 +79,7 @@ def test_rows_without_a_batch_size():
 
 def test_a_data_set_class_and_a_string():
     refused(make(), DataError, "the class", torch.utils.data.TensorDataset)
-    refused(make(), DataError, "nothing that batches come from", "train.csv")
+    refused(make(), DataError, "no source of batches", "train.csv")
 
 
 # Model, optimizer, loss.

@@ -56,7 +56,7 @@ def test_batches_of_a_copy_have_the_rows_and_the_order_of_the_data(given, shuffl
     settings = {"shuffle": shuffle, **({} if shuffle else {"seed": None})}
     plain, ours = data(given, **settings), data(given, **settings)
     for source in (plain, ours):
-        source.deal(part)
+        source.shard(part)
     ours.reside(META)
     for epoch, skip in ((0, 0), (1, 1), (2, 0)):
         for one, other in zip(plain.epoch(epoch, skip), ours.epoch(epoch, skip), strict=True):
@@ -86,13 +86,13 @@ def test_batches_lie_on_the_device_and_their_order_is_drawn_on_the_host():
 
 
 def test_bytes_are_counted_of_rows_that_lie_elsewhere():
-    assert data().size_beside(META) == 20 * (3 * 4 + 8) and data().size_beside(torch.device("cpu")) == 0
-    assert data(Subset(TensorDataset(X, Y), [1, 2])).size_beside(META) == 2 * (3 * 4 + 8)
+    assert data().bytes_on(META) == 20 * (3 * 4 + 8) and data().bytes_on(torch.device("cpu")) == 0
+    assert data(Subset(TensorDataset(X, Y), [1, 2])).bytes_on(META) == 2 * (3 * 4 + 8)
     assert data(Subset(TensorDataset(X, Y), [1, 2]))._data.on(META).columns[0].shape == (2, 3)
     for other in ([(x, y) for x, y in zip(X, Y, strict=True)], (X, Y)):
         settings = {"workers": 1} if isinstance(other, tuple) else {}
-        assert batches(other, 6, **settings).size_beside(META) is None
-    assert batches((X, Y), 6, sampler=range(4)).size_beside(META) is None
+        assert batches(other, 6, **settings).bytes_on(META) is None
+    assert batches((X, Y), 6, sampler=range(4)).bytes_on(META) is None
 
 
 def trainer(device_data="auto", *, device=META, move=None, counts=False, accumulate=((0, 1),)):

@@ -296,8 +296,14 @@ EDITED = {
     "random numbers that are none": (at("random", "now", value={}), "'now' is a dict"),
     "sums that are texts": (at("totals", "sums", value={"loss": "x"}), "'sums' is a dict"),
     "a moment that is a text": (at("optimizer", "state", "$dict", 0, 1, "exp_avg", value="x"), "'exp_avg' of a param"),
-    "facts of the data that are a text": (at("data", "facts", value="x"), "part 'data'.* 'facts' is a str"),
-    "facts of the data that are a list": (at("data", "facts", value=[]), "part 'data'.* 'facts' is a list"),
+    "fingerprint of the data that are a text": (
+        at("data", "fingerprint", value="x"),
+        "part 'data'.* 'fingerprint' is a str",
+    ),
+    "fingerprint of the data that are a list": (
+        at("data", "fingerprint", value=[]),
+        "part 'data'.* 'fingerprint' is a list",
+    ),
     "more finished epochs than memory holds": (
         at("progress", "epochs", 0, 0, value=10**15),
         "part 'progress' .* 'epochs' are more than the counters say",

@@ -128,7 +128,7 @@ def test_a_set_that_can_be_read_once_is_read_once():
 
     row = made().fit(train(), {"clean": once(), "noisy": batches(noisy, 4)}, epochs=1).history[0]
     assert len(reads) == 3 and {"val_clean_loss", "val_noisy_loss"} < set(row)
-    with pytest.raises(DataError, match=r"used up|only once"):
+    with pytest.raises(DataError, match=r"exhausted|only once"):
         made().fit(train(), {"clean": once(), "noisy": batches(noisy, 4)}, epochs=2)
 
 

@@ -74,7 +74,7 @@ def _sizes(trainer: TrainerLike, sources: Mapping[str, Any]) -> dict[str, tuple[
     """Return the sources that can be copied, each with its bytes; a source with two names once."""
     found: dict[str, tuple[Any, int]] = {}
     for name, source in sources.items():
-        size = source.size_beside(trainer.device)
+        size = source.bytes_on(trainer.device)
         if size is not None and not any(source is other for other, _ in found.values()):
             found[name] = (source, size)
     return found

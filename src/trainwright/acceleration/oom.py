@@ -24,7 +24,7 @@ from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
 from trainwright.core.trees import parameters_of, tensors_in
-from trainwright.data.slicing import cut, rows_of
+from trainwright.data.slicing import rows_of, slice_rows
 from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
@@ -301,7 +301,7 @@ class _Parts(Window):
 
 def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
     """Return these rows of a micro-batch, and their number."""
-    return cut(window.batches[index], rows, of=window.rows[index]), len(rows)
+    return slice_rows(window.batches[index], rows, of=window.rows[index]), len(rows)
 
 
 def _size(batch: Any) -> int:

@@ -203,7 +203,8 @@ def dynamo_utils() -> Any:
 
 LoaderWorkers: Any = dataloader._MultiProcessingDataLoaderIter
 """The iterator over worker processes. data/dataloader/workers.py overrides `_reset`, `_next_index`, `_process_data`,
-`_try_get_data` and `_shutdown_workers`, and replaces `_base_seed` and `_worker_queue_idx_cycle` by properties."""
+`_try_get_data` and `_shutdown_workers`, replaces `_base_seed` and `_worker_queue_idx_cycle` by properties, sets
+`_index_sampler`, and reads `_workers`, `_task_info`, `_send_idx`, `_rcvd_idx` and `_timeout`."""
 ExceptionWrapper = torch_utils.ExceptionWrapper
 """An exception of a worker on its way to the main process."""
 collate_tensor_fn = collate.collate_tensor_fn
@@ -247,6 +248,20 @@ def iterator_of(loader: Any) -> Iterator[Any]:
     """A new iterator over a loader, in place of the one that persistent workers share."""
     made: Iterator[Any] = loader._get_iterator()
     return made
+
+
+LOADER_HOOKS = ("_get_iterator", "_index_sampler")
+"""Members of `DataLoader` by which `__iter__` makes its iterator; a subclass that overrides one has its own way."""
+
+
+def persistent_iterator(loader: Any) -> Any:
+    """The iterator that the persistent workers of a loader share; None before the first pass."""
+    return vars(loader).get("_iterator")
+
+
+def set_persistent_iterator(loader: Any, iterator: Any) -> None:
+    """Have a loader continue with the workers of another iterator; None: it starts new ones."""
+    vars(loader)["_iterator"] = iterator
 
 
 def is_under_way(iterator: Any) -> bool:

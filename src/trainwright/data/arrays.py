@@ -1,4 +1,4 @@
-"""Tensors and arrays in memory as batches: one `index_select` per batch, without Python code per row."""
+"""Batches of tensors and arrays in memory: one `index_select` per batch, without Python code per row."""
 
 from __future__ import annotations
 
@@ -17,42 +17,44 @@ from torch.utils.data import Subset, TensorDataset
 from trainwright.core.errors import DataError
 from trainwright.distributed.mesh import Shard, Slice
 
-AT_ONCE = 1 << 20
-"""Bytes up to which the rows of an epoch are gathered at once: more would not stay in the cache."""
+GATHER_LIMIT = 1 << 20
+"""Bytes up to which the rows of an epoch are gathered at once: more would not fit into the cache."""
 ALIGNED = 64
 """Alignment in bytes of the memory that torch allocates."""
 
 
 class Table:
-    """Equally long columns in memory; a batch is the same container of their rows.
+    """Equally long columns in memory; a batch is the same container with some of their rows.
 
     Batches are copies, so a step may write into them.
     """
 
-    def __init__(self, columns: Sequence[Tensor], pack: Callable[[Any], Any] | None, at: Tensor | None = None) -> None:
+    def __init__(
+        self, columns: Sequence[Tensor], pack: Callable[[Any], Any] | None, indices: Tensor | None = None
+    ) -> None:
         self.columns = list(columns)
         self._pack = pack
         """Makes the container from a tuple of columns; None where it is a tuple."""
-        self._at = at
+        self._indices = indices
         """Row numbers in the columns, where the table is a subset of them."""
 
     def __len__(self) -> int:
-        return self.columns[0].shape[0] if self._at is None else self._at.shape[0]
+        return self.columns[0].shape[0] if self._indices is None else self._indices.shape[0]
 
     def describe(self) -> str:
         """Return the location of the rows."""
         return "memory"
 
-    def size_beside(self, device: torch.device) -> int:
+    def bytes_on(self, device: torch.device) -> int:
         """Return the bytes of a copy of the rows on `device`; 0 where they are there."""
         of_row = [one[:1].numel() * one.element_size() for one in self.columns if one.device != device]
         return len(self) * sum(of_row)
 
     def on(self, device: torch.device) -> Table:
         """Return a table of the same rows, copied to `device`."""
-        there, at = copy(self), self._at
-        rows = [one if at is None else one.index_select(0, at.to(one.device)) for one in self.columns]
-        there.columns, there._at = [one.to(device) for one in rows], None
+        there, indices = copy(self), self._indices
+        rows = [one if indices is None else one.index_select(0, indices.to(one.device)) for one in self.columns]
+        there.columns, there._indices = [one.to(device) for one in rows], None
         return there
 
     def batches(self, order: Tensor | None, size: int, rows: range, *, only: range | None = None) -> Iterator[Any]:
@@ -92,18 +94,20 @@ class Table:
         batch = tuple([column.index_select(0, picked) for column in self.columns])
         return batch if self._pack is None else self._pack(batch)
 
-    def part(self, at: Tensor) -> Table:
+    def part(self, indices: Tensor) -> Table:
         """Return the table of those rows, without a copy."""
-        return Table(self.columns, self._pack, at if self._at is None else self._at.index_select(0, at))
+        return Table(
+            self.columns, self._pack, indices if self._indices is None else self._indices.index_select(0, indices)
+        )
 
     def row(self, index: int) -> Any:
         """Return one row, without the dimension of rows."""
-        index = index if self._at is None else int(self._at[index])
+        index = index if self._indices is None else int(self._indices[index])
         row = tuple(column[index] for column in self.columns)
         return row if self._pack is None else self._pack(row)
 
     def _fits_at_once(self, rows: int, size: int) -> bool:
-        """Return whether the rows are gathered faster at once, with each batch aligned as if it had been made alone.
+        """Return whether the rows are gathered faster at once, with each batch aligned as if it were gathered alone.
 
         The order of additions in a matrix product may depend on the alignment of its factors.
         """
@@ -113,24 +117,24 @@ class Table:
                 return False
             each = column.nbytes // max(column.shape[0], 1)
             total += rows * each
-            if total > AT_ONCE or size * each % ALIGNED:
+            if total > GATHER_LIMIT or size * each % ALIGNED:
                 return False
         return True
 
     def _gathered_at_once(self, order: Tensor | None, size: int, rows: range) -> list[Iterator[Tensor]]:
-        if order is None and self._at is None:
+        if order is None and self._indices is None:
             parts = [column if len(rows) == len(column) else column[rows.start : rows.stop] for column in self.columns]
             gathered = [part.clone() for part in parts]
         else:
             picked = self._picked(order)[rows.start : rows.stop]
             gathered = [column.index_select(0, picked) for column in self.columns]
-        # Batches without a common version counter: a step may write into one while the graph of another is alive.
+        # No common version counter: a step may write into one batch while another is in a graph.
         return [iter(torch.unsafe_split(column, size)) for column in gathered]
 
     def _gathered_by_batch(
         self, order: Tensor | None, size: int, rows: range, *, only: range | None
     ) -> list[Iterator[Tensor]]:
-        if order is None and self._at is None:
+        if order is None and self._indices is None:
             parts = [_parts(_chunks(column[rows.start : rows.stop], size), only) for column in self.columns]
             return [map(torch.clone, part) for part in parts]
         picked = self._picked(order)[rows.start : rows.stop]
@@ -138,8 +142,8 @@ class Table:
         return [map(partial(column.index_select, 0), part) for column, part in zip(self.columns, shared, strict=True)]
 
     def _picked(self, order: Tensor | None) -> Tensor:
-        if self._at is not None:
-            order = self._at if order is None else self._at.index_select(0, order)
+        if self._indices is not None:
+            order = self._indices if order is None else self._indices.index_select(0, order)
         assert order is not None
         device = self.columns[0].device
         # One copy for the pass, from pinned memory, so that the host does not wait for the device.
@@ -178,9 +182,9 @@ def _subset(data: Subset[Any]) -> Table | None:
     inner = table_of(data.dataset) if type(data.dataset) in (TensorDataset, Subset) else None
     if inner is None:
         return None
-    at = torch.as_tensor(list(data.indices), dtype=torch.int64)
-    at = torch.where(at < 0, at + len(inner), at)
-    return inner.part(at)
+    indices = torch.as_tensor(list(data.indices), dtype=torch.int64)
+    indices = torch.where(indices < 0, indices + len(inner), indices)
+    return inner.part(indices)
 
 
 def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:
@@ -188,7 +192,7 @@ def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
-    # In blocks: an epoch of millions of batches would begin with millions of views.
+    # In blocks: otherwise an epoch of millions of batches begins with millions of views.
     return chain.from_iterable(block.split(size) for block in rows.split(256 * size))
 
 
@@ -216,7 +220,7 @@ def _column(name: str, value: Any) -> Tensor:
     want = "tensors or NumPy arrays of numbers, their rows in dimension 0"
     if not isinstance(value, Tensor | np.ndarray):
         raise DataError(
-            f"{name} of a tuple or dict that should be one data set is no array",
+            f"{name} of a tuple or dict of columns is no array",
             have=type(value).__name__,
             want=want,
             fix="np.asarray(...) for rows; a list for ready batches: [(x1, y1), (x2, y2)]",
@@ -239,7 +243,7 @@ def _tensor(name: str, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 class _Alias:
-    """A read-only array as a writable one, without a copy.
+    """A read-only array that claims to be writable, without a copy.
 
     torch warns about read-only memory; a table only reads it, and its batches are copies.
     """

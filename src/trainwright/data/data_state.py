@@ -1,4 +1,4 @@
-"""State that loaders, samplers and data sets hold: random generators, and `state_dict` of their own."""
+"""The state of loaders, samplers and data sets: their random generators, and their own `state_dict`."""
 
 from __future__ import annotations
 
@@ -6,20 +6,21 @@ import random
 from collections.abc import Callable, Iterator
 from copy import copy, deepcopy
 from functools import lru_cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, Sampler
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
 
-_INSIDE = ("dataset", "datasets", "transform", "transforms", "target_transform")
-"""Attributes of a data set whose own attributes are searched too."""
+_NESTED = ("dataset", "datasets", "transform", "transforms", "target_transform", "samplers")
+"""Attributes of a data set or a sampler whose own attributes are searched too."""
 _END = object()
-_NONE = frozenset({type(None), bool, int, float, str, tuple, list, dict, Tensor, type(lambda: None)})
+_NEVER_GENERATORS = frozenset({type(None), bool, int, float, str, tuple, list, dict, Tensor, type(lambda: None)})
 """The most frequent types of attributes, none of them a generator."""
 
 
@@ -31,11 +32,13 @@ class Generators:
     """
 
     def __init__(self, owners: dict[str, Any]) -> None:
+        self.owners = owners
+        """The loader and the samplers, by name."""
         self._found: dict[str, Any] = {}
         for name, owner in owners.items():
             for key, value in getattr(owner, "__dict__", {}).items():
                 if is_generator(value) and not any(value is unwrapped(one) for one in self._found.values()):
-                    self._found[f"{name}.{key}"] = value if isinstance(value, torch.Generator) else Other(value)
+                    self._found[f"{name}.{key}"] = adapted(value)
         distinct = {id(owner): (name, owner) for name, owner in owners.items() if name != "loader"}
         self._stateful = {name: owner for name, owner in distinct.values() if is_stateful(owner)}
         self._epoch = -1
@@ -58,13 +61,18 @@ class Generators:
         """Whether a sampler has a state of its own."""
         return bool(self._stateful)
 
+    @property
+    def known(self) -> set[int]:
+        """The ids of the owners and of their generators."""
+        return {id(one) for one in (*self.owners.values(), *map(unwrapped, self._found.values()))}
+
     def begin(self, epoch: int) -> None:
         """Record the states at the start of `epoch`, after restoring those of a position sought."""
         sought, self._sought = self._sought, None
         if sought is not None and sought["epoch"] == epoch:
             self._set_generators(sought["start"])
             self._load_samplers(sought["start"])
-        elif sought is not None:  # the generators are set already, and those of rank 0 were broadcast since
+        elif sought is not None:  # the generators are set already, and have been broadcast from rank 0 since
             self._load_samplers(sought["now"])
         self._epoch, self._start = epoch, self._states()
 
@@ -94,8 +102,8 @@ class Generators:
             self._load_samplers(now, only=is_inside_pass)
             self._set_generators(now)
 
-    def beside(self) -> Generators:
-        """Return a copy for a pass beside training: it draws from the present states, in whatever epoch."""
+    def independent_copy(self) -> Generators:
+        """Return a copy for a pass apart from training: it draws from the present states in any epoch."""
         other = copy(self)
         if self._sought is not None:
             other._sought = {**self._sought, "start": self._sought["now"]}
@@ -115,8 +123,8 @@ class Generators:
         return states | {name: deepcopy(sampler.state_dict()) for name, sampler in self._stateful.items()}
 
 
-class Other:
-    """A generator of Python's or NumPy's, with the methods of torch's."""
+class GeneratorAdapter:
+    """A generator of Python or NumPy, with the methods of a `torch.Generator`."""
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -147,8 +155,8 @@ class Other:
 
 def is_stateful(data: Any) -> bool:
     """Return whether an object has `state_dict` and `load_state_dict`; a class is no such object."""
-    known = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
-    return known and not isinstance(data, type)
+    has_both = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
+    return has_both and not isinstance(data, type)
 
 
 def is_inside_pass(data: Any) -> bool:
@@ -157,32 +165,48 @@ def is_inside_pass(data: Any) -> bool:
         return next(iter(data), _END) is not _END
 
 
-def hidden_in(data: Any) -> str:
-    """Return where a data set, its base or its transform holds a generator, such as "dataset.rng"; or ""."""
-    return next(_hidden(data, "dataset", 4), "")
+def unsaved_generators(data: Any, collate: Any, samplers: Generators) -> Iterator[str]:
+    """Yield a line on each generator that no checkpoint holds, such as "dataset.rng", with a fix.
+
+    Searched are the data set, its base and its transform, the collate function, and samplers inside of samplers.
+    """
+    collator = getattr(collate, "__self__", collate)
+    for name, owner in {"dataset": data, "collate_fn": collator, **samplers.owners}.items():
+        if owner is not collator and is_stateful(owner):
+            continue
+        for place in islice(_hidden(owner, name, known={id(data), *samplers.known}), 1):
+            own = "" if owner is collator else f", or give {type(owner).__name__} state_dict and load_state_dict"
+            yield f"{place} is a generator that no checkpoint holds; draw from the global ones{own}"
+
+
+def adapted(generator: Any) -> Any:
+    """Return a generator that has the methods of a `torch.Generator`."""
+    return generator if isinstance(generator, torch.Generator) else GeneratorAdapter(generator)
 
 
 def unwrapped(generator: Any) -> Any:
-    """Return the generator inside an `Other`."""
-    return generator.generator if isinstance(generator, Other) else generator
+    """Return the generator inside a `GeneratorAdapter`."""
+    return generator.generator if isinstance(generator, GeneratorAdapter) else generator
 
 
-def _hidden(owner: Any, name: str, depth: int) -> Iterator[str]:
+def _hidden(owner: Any, name: str, *, known: set[int], depth: int = 4) -> Iterator[str]:
+    """Yield the places of generators in an object and its nested parts, without objects whose ids are `known`."""
     attributes = getattr(owner, "__dict__", None)
-    if not isinstance(attributes, dict) or isinstance(owner, type) or is_stateful(owner):
+    if not isinstance(attributes, dict) or isinstance(owner, type):
         return
     for key, value in attributes.items():
+        if id(value) in known:
+            continue
         if is_generator(value):
             yield f"{name}.{key}"
-        elif key in _INSIDE and depth:
-            inside = value if isinstance(value, list | tuple) else [value]
-            for one in inside:
-                yield from _hidden(one, f"{name}.{key}", depth - 1)
+        elif depth and (key in _NESTED or isinstance(value, Sampler)):
+            for one in value if isinstance(value, list | tuple) else [value]:
+                yield from _hidden(one, f"{name}.{key}", known=known, depth=depth - 1)
 
 
 def is_generator(value: Any) -> bool:
     """Return whether it is a generator with a state of its own: not the process's, nor the operating system's."""
-    if type(value) in _NONE:
+    if type(value) in _NEVER_GENERATORS:
         return False
     if isinstance(value, torch.Generator):
         return value is not torch.default_generator
@@ -204,19 +228,19 @@ def _is_from_numpy(kind: type) -> bool:
 class StatefulData:
     """A loader or data set with `state_dict` and `load_state_dict`, and its state behind the committed batches."""
 
-    def __init__(self, data: Any, *, rows_by_number: bool = False) -> None:
+    def __init__(self, data: Any, *, rows_by_index: bool = False) -> None:
         self.data = data
         """The object with the state."""
-        self.rows_by_number = rows_by_number
-        """Whether the state holds no position: rows are fetched by number."""
+        self.rows_by_index = rows_by_index
+        """Whether the state holds no position, because rows are fetched by index."""
         self._given = 0
         self._begun = False
         self._committed: dict[str, Any] | None = None
 
-    def counted(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
-        """Count the batches of a pass, after `given` that were given before."""
+    def count(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
+        """Yield the batches of a pass and count them, from `given` on."""
         self._begun, self._given, self._committed = True, given, None
-        return self._counting(iterator)
+        return self._count(iterator)
 
     def commit(self) -> None:
         """Capture the state: all batches yielded so far are trained on."""
@@ -230,15 +254,15 @@ class StatefulData:
         return self._now() if self._committed is None else self._committed
 
     def seek(self, position: dict[str, Any] | None, *, given: int | None) -> None:
-        """Restore the state after `given` batches of its epoch; None: in whatever place it was saved."""
+        """Restore the state after `given` batches of its epoch; None: at any position."""
         if position is None:
             return
         if given not in (None, position["given"]):
-            raise not_there(position["given"], given)
+            raise no_state_error(position["given"], given)
         self.data.load_state_dict(deepcopy(position["state"]))
         self._begun, self._given, self._committed = True, position["given"], position
 
-    def _counting(self, iterator: Iterator[Any]) -> Iterator[Any]:
+    def _count(self, iterator: Iterator[Any]) -> Iterator[Any]:
         for batch in iterator:
             self._given += 1
             yield batch
@@ -254,13 +278,13 @@ def stateful_data(data: Any) -> StatefulData | None:
     # Workers have copies of the data set, whose states come with their batches.
     if not isinstance(data, DataLoader) or data.num_workers or not is_stateful(data.dataset):
         return None
-    return StatefulData(data.dataset, rows_by_number=not isinstance(data.dataset, IterableDataset))
+    return StatefulData(data.dataset, rows_by_index=not isinstance(data.dataset, IterableDataset))
 
 
-def not_there(saved: int, given: int | None) -> DataError:
+def no_state_error(saved: int, given: int | None) -> DataError:
     """Return the error of a resume at a batch without a saved state."""
     return DataError(
-        f"the data cannot go on after {given} batches of the epoch",
+        f"the data cannot continue after {given} batches of the epoch",
         have=f"after {saved} batches",
         fix="resume from another checkpoint of the run, or fit(..., resume_data=False)",
     )

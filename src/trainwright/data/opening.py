@@ -1,4 +1,4 @@
-"""Makes sources of batches of all forms of data: `open_source` for a run, `batches` of the rows of a data set."""
+"""Opens data of any form as a source of batches: `open_source` for a run, `batches` for the rows of a data set."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.data.row_batches import Batches, BatchSettings
-from trainwright.data.seeded import rows_of
+from trainwright.data.seeded import open_rows
 from trainwright.data.sharding import Sharded, matches_environment, reading_part
 from trainwright.data.source import PER_EPOCH, Source, check_kind, shallow_copy
 from trainwright.distributed.mesh import Shard
@@ -30,7 +30,7 @@ _FORMS = (
 )
 
 
-EVALUATED_AT_ONCE = 256
+EVALUATION_BATCH = 256
 """Rows of a batch of an evaluation or prediction where none are given: the numbers do not depend on it."""
 
 
@@ -42,25 +42,25 @@ def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = Fal
     called once for epoch 0, at once. A `Source` is returned as it is, with complete batches.
     """
     if not isinstance(data, Source):
-        return _opened(data, batch_size, shuffle=shuffle, role=role)
+        return _open(data, batch_size, shuffle=shuffle, role=role)
     if batch_size is not None:
         raise _no_rows(data, batch_size, role)
-    if data._part is not None:  # an earlier run has dealt it
-        data.deal(None)
+    if data._part is not None:  # an earlier run has sharded it
+        data.shard(None)
     return data
 
 
-def _opened(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
+def _open(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
     if isinstance(data, Sharded):
-        return mark(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
+        return mark_as_own_part(open_source(data.data, batch_size=batch_size, shuffle=shuffle, role=role), role)
     if is_together(data):
         zipped: Source = data.source(batch_size=batch_size, shuffle=shuffle, role=role)
         return zipped
-    _refuse_what_is_no_data(data, role)
+    _refuse_other_objects(data, role)
     if is_function(data):
         return PerEpoch(data, batch_size=batch_size, shuffle=shuffle, role=role)
     if takes_batch_size(data):
-        return _data_set(data, batch_size, shuffle=shuffle, role=role)
+        return _open_data_set(data, batch_size, shuffle=shuffle, role=role)
     if batch_size is not None:
         raise _no_rows(data, batch_size, role)
     from trainwright.data.dataloader.loader import LoaderBatches
@@ -88,7 +88,7 @@ def batches(
     `data` is a map-style `Dataset`, a tensor, an array, or a tuple or dict of equally long ones; a batch of arrays
     is the same container of tensors. The order is a function of (seed, epoch); `seed=None` is drawn once from
     torch's global generator at the first pass and saved in the state. A data set's own random draws depend on
-    (seed, epoch, row), and leave the generators of the process as they were. `sampler` gives row numbers instead.
+    (seed, epoch, row), and leave the generators of the process unchanged. `sampler` yields row numbers instead.
     `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
     its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
     worker processes that fetch rows: neither the order nor a number depends on it. `in_memory=True` reads a small data
@@ -103,16 +103,16 @@ def batches(
     if sampler is not None:
         _check_sampler(sampler, shuffle=shuffle)
     if in_memory:
-        from trainwright.data.reading import read_whole
+        from trainwright.data.in_memory import read_into_memory
 
-        rows: Any = read_whole(data, collate=collate, workers=workers)
+        rows: Any = read_into_memory(data, collate=collate, workers=workers)
     else:
-        rows = rows_of(data, collate)
+        rows = open_rows(data, collate)
     return Batches(rows, settings, sampler)
 
 
 def takes_batch_size(data: Any) -> bool:
-    """Whether `data` is a data set of rows, or a function that may give one, rather than ready batches."""
+    """Return whether `data` is a data set of rows, or a function that may return one, and not ready batches."""
     if isinstance(data, Sharded):
         return takes_batch_size(data.data)
     if is_together(data):
@@ -121,8 +121,8 @@ def takes_batch_size(data: Any) -> bool:
         return True
     if isinstance(data, Batches | DataLoader | IterableDataset):
         return False
-    rows_by_number = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "__iter__")
-    return isinstance(data, Dataset) or hasattr(data, "__getitems__") or rows_by_number
+    rows_by_index = hasattr(data, "__getitem__") and hasattr(data, "__len__") and not hasattr(data, "__iter__")
+    return isinstance(data, Dataset) or hasattr(data, "__getitems__") or rows_by_index
 
 
 class PerEpoch(Source):
@@ -137,12 +137,12 @@ class PerEpoch(Source):
         self._batch_size = batch_size
         self._shuffle = shuffle
         self._role = role
-        with nullcontext() if role == "train" else rng_preserved():  # training draws as the plain loop does
-            self._data = _called(make, 0, role)
-        self._source = self._opened(self._data)
+        with nullcontext() if role == "train" else rng_preserved():  # training draws as a plain loop does
+            self._data = _call(make, 0, role)
+        self._source = self._open(self._data)
         self._epoch = 0
         self._fresh = True
-        """Whether the present data are not yet read."""
+        """Whether no batch of the present data has been read."""
         self._sought: dict[str, Any] | None = None
         self._other_size = False
         """Whether another number of ranks saved the position sought."""
@@ -150,7 +150,7 @@ class PerEpoch(Source):
 
     @property
     def must_resume(self) -> bool | None:
-        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
+        """Whether the run saves checkpoints: data that cannot be resumed are then refused."""
         return self._must_resume
 
     @must_resume.setter
@@ -159,12 +159,12 @@ class PerEpoch(Source):
         self._source.must_resume = must
 
     @property
-    def sharded(self) -> bool:
+    def is_own_part(self) -> bool:
         """Whether the function returns this rank's own part already."""
         return self._sharded
 
-    @sharded.setter
-    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @is_own_part.setter
+    def is_own_part(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         self._sharded = sharded
         self._mark(self._source)
 
@@ -178,18 +178,18 @@ class PerEpoch(Source):
         """A line on what differs after a resume on another number of processes; None where nothing does."""
         return self._source.other_size_note
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
-        self._source.deal(part)
+        self._source.shard(part)
         self._part = part
         self._measure()
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch of the present data; empty where nothing is."""
-        return self._source.resumes
+        return self._source.resume_caveat
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return nothing: the data of each epoch are compared with the saved ones when they are made."""
         return {}
 
@@ -197,10 +197,10 @@ class PerEpoch(Source):
         """Record that all batches yielded so far are trained on."""
         self._source.commit()
 
-    def beside(self) -> PerEpoch:
-        """Return a copy for a pass beside training, whose function makes data of its own: some are readable once."""
+    def independent_copy(self) -> PerEpoch:
+        """Return a copy whose function makes data of its own, because some can be read only once."""
         other = shallow_copy(self)
-        other._source, other._fresh = self._source.beside(), False
+        other._source, other._fresh = self._source.independent_copy(), False
         return other
 
     def describe(self) -> str:
@@ -214,18 +214,18 @@ class PerEpoch(Source):
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of the data that the function returns for `epoch`."""
-        stands = Shard(0, 1) if self._part is None else self._part
-        # What was made when the data were opened was made for the place that the environment tells.
-        same = self._fresh and epoch == self._epoch and (not self._sharded or matches_environment(stands))
+        place = Shard(0, 1) if self._part is None else self._part
+        # The function was called for the rank that the environment names when the data were opened.
+        same = self._fresh and epoch == self._epoch and (not self._sharded or matches_environment(place))
         if not same:
-            with reading_part(stands):
-                data = _called(self._make, epoch, self._role)
+            with reading_part(place):
+                data = _call(self._make, epoch, self._role)
             same = data is self._data
             if not same:
-                self._data, self._source = data, self._opened(data)
+                self._data, self._source = data, self._open(data)
                 self._measure()
         sought, self._sought = self._sought, None
-        # A state of another epoch's data belongs to those data, unless all epochs share them.
+        # The state of another epoch belongs to its own data, unless all epochs share the data.
         if sought is not None and (same or sought["epoch"] == epoch):
             self._source.seek(sought["source"], other_size=self._other_size)
         self._epoch, self._fresh = epoch, False
@@ -239,9 +239,9 @@ class PerEpoch(Source):
         """Continue at a saved position, in the data that the function makes for the next epoch."""
         check_kind(position, PER_EPOCH)
         self._sought, self._other_size = position, other_size
-        if ended:  # only in data that all epochs share: another `fit` reads them
-            data = _called(self._make, position["epoch"], self._role)
-            source = self._source if data is self._data else self._opened(data)
+        if ended:  # matters only for data that all epochs share: another `fit` reads them
+            data = _call(self._make, position["epoch"], self._role)
+            source = self._source if data is self._data else self._open(data)
             source.seek(position["source"], other_size=other_size, ended=True)
         return self.other_size_note if other_size else None
 
@@ -251,21 +251,21 @@ class PerEpoch(Source):
 
     def _mark(self, source: Source) -> None:
         if self._sharded:
-            mark(source, self._role)
+            mark_as_own_part(source, self._role)
 
-    def _opened(self, data: Any) -> Source:
+    def _open(self, data: Any) -> Source:
         if is_function(data):
-            raise _no_data(data, f"{self._role} data: the function epoch -> data gave another function")
+            raise _no_data(data, f"{self._role} data: the function epoch -> data returned another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
         if self._must_resume is not None:
             source.must_resume = self._must_resume
         self._mark(source)
         if self._part is not None:
-            source.deal(self._part)
+            source.shard(self._part)
         return source
 
 
-def _called(make: Any, epoch: int, role: str) -> Any:
+def _call(make: Any, epoch: int, role: str) -> Any:
     try:
         inspect.signature(make).bind(epoch)
     except TypeError as error:
@@ -281,82 +281,82 @@ def _called(make: Any, epoch: int, role: str) -> Any:
 
 
 def is_function(data: Any) -> bool:
-    """Whether data are a function of the epoch, called for epoch 0 when they are opened."""
+    """Return whether data are a function of the epoch, which is called for epoch 0 when they are opened."""
     data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
     return callable(data) and not data_like and not isinstance(data, type | nn.Module)
 
 
 def is_together(data: Any) -> bool:
-    """Return whether data are a zip of loaders; its module is imported by those who use it."""
+    """Return whether data are a zip of loaders; does not import its module."""
     zipped: Any = sys.modules.get("trainwright.data.transforms.zipped")
     return zipped is not None and isinstance(data, zipped.Together)
 
 
-def mark(source: Any, role: str) -> Source:
-    """A source of this process's own part of the data."""
+def mark_as_own_part(source: Any, role: str) -> Source:
+    """Mark a source as this rank's own part of the data, and return it."""
     if not type(source).__module__.startswith("trainwright."):
         name = type(source).__name__
         raise DataError(
             f"{role} data: sharded({name}(...)), a source of your own",
             want="a loader, an iterable of batches, or a function epoch -> one of these",
-            fix=f"def deal(self, part) in {name}, after which epoch(...) gives a Slice(batch, None, None) for each",
+            fix=f"def shard(self, part) in {name}, after which epoch(...) yields a Slice(batch, None, None) for each",
         )
-    source.sharded = True
+    source.is_own_part = True
     marked: Source = source
     return marked
 
 
 def _check_sampler(sampler: Any, *, shuffle: bool) -> None:
-    """Refuse a sampler beside `shuffle`, and one that can be iterated once."""
+    """Refuse a sampler together with `shuffle`, and one that can be iterated only once."""
     if shuffle:
         raise SettingError("batches(shuffle=True, sampler=...)", want="one of the two", fix="leave one out")
     if hasattr(sampler, "__next__") or not hasattr(sampler, "__iter__"):
         raise SettingError(
             f"batches(sampler={type(sampler).__name__})",
-            want="row numbers that can be iterated anew in each epoch",
+            want="row numbers that can be iterated again in each epoch",
             fix="a list, or an object of a torch Sampler class",
         )
 
 
-def _data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
+def _open_data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: str) -> Source:
     if batch_size is not None or role != "train":
-        return batches(data, EVALUATED_AT_ONCE if batch_size is None else batch_size, shuffle=shuffle)
+        return batches(data, EVALUATION_BATCH if batch_size is None else batch_size, shuffle=shuffle)
     raise DataError(
-        f"{role} data: {_name(data)} is a data set of rows, without a batch size",
+        f"{role} data: {_with_article(data)} is a data set of rows, without a batch size",
         want="a batch size, or ready batches (a list is batches)",
         fix="batch_size=64, or batches(data, 64) in place of the data",
     )
 
 
 def _no_rows(data: Any, batch_size: int, role: str) -> DataError:
-    """Return the error of a batch size beside ready batches."""
+    """Return the error of a batch size together with ready batches."""
     fix = "batches(data, ...) if its items are rows" if hasattr(data, "__getitem__") else "leave batch_size out"
     if isinstance(data, IterableDataset):
         fix = f"DataLoader(data, batch_size={batch_size})"
     return DataError(
-        f"{role} data: batch_size={batch_size} beside {_name(data)}, which is taken as batches already",
+        f"{role} data: batch_size={batch_size} with {_with_article(data)}, which has batches already",
         want="batch_size only with a data set of rows",
         fix=fix,
     )
 
 
-def _refuse_what_is_no_data(data: Any, role: str) -> None:
+def _refuse_other_objects(data: Any, role: str) -> None:
     if isinstance(data, type):
         raise _no_data(data, f"{role} data: the class {data.__name__} itself", fix=f"{data.__name__}(...)")
     if hasattr(data, "iloc"):
         raise _no_data(data, f"{role} data: a table of pandas", fix="data.to_numpy()")
     if callable(getattr(data, "epoch", None)):
         fix = f"class {type(data).__name__}(Source):   # from trainwright.data.source import Source"
-        raise _no_data(data, f"{role} data: {_name(data)} has epoch(), and is no Source", fix=fix)
+        raise _no_data(data, f"{role} data: {_with_article(data)} has epoch(), and is no Source", fix=fix)
     iterable = hasattr(data, "__iter__") or hasattr(data, "__getitem__") or callable(data)
     if isinstance(data, str | bytes | Number | nn.Module) or not iterable:
-        raise _no_data(data, f"{role} data: {_name(data)} is nothing that batches come from")
+        raise _no_data(data, f"{role} data: {_with_article(data)} is no source of batches")
 
 
 def _no_data(data: Any, what: str, fix: str = "") -> DataError:
     return DataError(what, have=repr(data)[:80], want=_FORMS, fix=fix)
 
 
-def _name(data: Any) -> str:
+def _with_article(data: Any) -> str:
     name = type(data).__name__
     return f"{'an' if name[0] in 'AEIOaeiou' else 'a'} {name}"

@@ -15,10 +15,25 @@ from torch.utils.data import DataLoader, Dataset
 from trainwright.core.checks import check_flag, check_form, check_whole, is_count, is_dict, is_none_or
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
-from trainwright.data.data_state import Generators, StatefulData, hidden_in, is_stateful
-from trainwright.data.dataloader.order import Order, asked_again, draws_at_most_at_first, refuse_draws, watched
+from trainwright.data.data_state import Generators, StatefulData, is_stateful, unsaved_generators
+from trainwright.data.dataloader.order import (
+    Order,
+    draws_at_most_at_first,
+    refuse_draws,
+    restarted_if_empty,
+    watch_draws,
+)
 from trainwright.data.seeded import SeededRows, mixed_seed
-from trainwright.data.source import BATCHES, Source, check_facts, check_kind, length_of, opened, set_epoch, shallow_copy
+from trainwright.data.source import (
+    BATCHES,
+    Source,
+    begin_after,
+    check_fingerprint,
+    check_kind,
+    length_of,
+    set_epoch,
+    shallow_copy,
+)
 from trainwright.distributed.mesh import Shard
 
 
@@ -85,11 +100,11 @@ class Batches(Source):
         self._seed = settings.seed
         self._passes = 0
         self._generators = Generators({} if sampler is None else {"sampler": sampler})
-        self._restored = self._generators.found
-        self._asks_again = False
-        """Whether the sampler was loaded at what may be the end of a pass."""
+        self._sampler_generators = self._generators.found
+        self._restarts_if_empty = False
+        """Whether the loaded state of the sampler may be the end of a pass: then the next one begins."""
         self._draws_on = False
-        """Whether a sampler that draws from the global generators under way was accepted."""
+        """Whether a sampler that draws from the global generators inside a pass was accepted."""
         alone = isinstance(rows, SeededRows) and not settings.workers and is_stateful(rows.dataset)
         self._stateful = StatefulData(self.data_set) if alone else None
         self._sought: dict[str, Any] | None = None
@@ -99,7 +114,7 @@ class Batches(Source):
     @property
     def generators(self) -> Sequence[Any]:
         """The sampler's own random generators: an evaluation restores them."""
-        return self._restored
+        return self._sampler_generators
 
     def __len__(self) -> int:
         if self.own_length is None:
@@ -111,7 +126,7 @@ class Batches(Source):
         if self._part is None and self._resident is None:
             return self.epoch(self._passes - 1)
         self._draw_seed()
-        complete = copy(self)  # iterated by hand, it gives complete batches on the host
+        complete = copy(self)  # outside of a run it yields complete batches on the host
         complete._part = complete._resident = None
         return complete.epoch(self._passes - 1)
 
@@ -125,33 +140,33 @@ class Batches(Source):
         """Whether a batch is one gather from a table."""
         return isinstance(self._data, Table) and self._sampler is None and not self._settings.workers
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
-        With `per_rank` the batches grow with the number of ranks. DataError for a sampler that deals rows to
-        processes itself, or whose order cannot be drawn alike on all of them.
+        With `per_rank` the batches grow with the number of ranks. DataError for a sampler that shards rows itself, or
+        whose order cannot be drawn alike on all ranks.
         """
-        if part is not None and self._sampler is not None and not self.sharded:
-            from trainwright.data.slicing import most_to_pull, refuse_what_knows_its_rank
+        if part is not None and self._sampler is not None and not self.is_own_part:
+            from trainwright.data.slicing import draw_limit, refuse_sharding_sampler
 
             size = self._settings.batch_size
-            refuse_what_knows_its_rank(self._sampler, role="the", processes=part.size, batch_size=size)
-            most_to_pull(self._sampler)
+            refuse_sharding_sampler(self._sampler, role="the", processes=part.size, batch_size=size)
+            draw_limit(self._sampler)
         self._part = part
         if self._settings.per_rank is not None:
-            self._settings = replace(self._settings, ranks=1 if part is None or self.sharded else part.size)
+            self._settings = replace(self._settings, ranks=1 if part is None or self.is_own_part else part.size)
         self._measure()
 
-    def size_beside(self, device: torch.device) -> int | None:
+    def bytes_on(self, device: torch.device) -> int | None:
         """Return the bytes of a copy of the data on `device`; None where the data are not one table."""
-        return self._data.size_beside(device) if isinstance(self._data, Table) and self.in_memory else None
+        return self._data.bytes_on(device) if isinstance(self._data, Table) and self.in_memory else None
 
     def reside(self, device: torch.device | None) -> None:
-        """Have `epoch` gather batches on `device`, from a copy of the data; None: no longer.
+        """Have `epoch` gather batches on `device`, from a copy of the data; None: on the host again.
 
-        Order and rows are the same: the order is drawn on the host. Iterated by hand it gives batches on the host.
+        Order and rows are the same: the order is drawn on the host. Outside of a run it yields batches on the host.
         """
-        assert device is None or self.size_beside(device) is not None
+        assert device is None or self.bytes_on(device) is not None
         self._resident = self._data.on(device) if device is not None and isinstance(self._data, Table) else None
 
     def describe(self) -> str:
@@ -161,7 +176,7 @@ class Batches(Source):
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = f"at most {self._size}" if self._settings.varies else str(self._size)
         if self._part is not None:
-            size = f"{size} on each process" if self.sharded else self._part.layout_text(self._size)
+            size = f"{size} on each process" if self.is_own_part else self._part.layout_text(self._size)
         return f"{rows}batches of {size} from {self._data.describe()}, {order}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
@@ -174,15 +189,15 @@ class Batches(Source):
         rows = range(min(skip * self._size, self._own_rows), self._own_rows)
         if self._part is None:
             return table.batches(order, self._size, rows)
-        if self.sharded:
+        if self.is_own_part:
             return self._own(table.batches(order, self._size, rows))
         return table.slices(order, self._size, rows, part=self._part)
 
-    def beside(self) -> Batches:
-        """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
+    def independent_copy(self) -> Batches:
+        """Return a copy with a position of its own, which does not call `set_epoch`."""
         other = shallow_copy(self)
         other._sets_epoch, other._stateful = False, None
-        other._generators = self._generators.beside()
+        other._generators = self._generators.independent_copy()
         return other
 
     def commit(self) -> None:
@@ -191,20 +206,19 @@ class Batches(Source):
             self._stateful.commit()
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
-        return "" if self.data_set is None else self._inexact()
+        return "" if self.data_set is None and self._sampler is None else "; ".join(self._why_inexact())
 
-    def _inexact(self) -> str:
+    def _why_inexact(self) -> Iterator[str]:
         name = self._data.describe()
-        if is_stateful(self.data_set):
-            return "" if self._stateful is not None else f"the state of {name} in workers is not kept; write workers=0"
-        hidden = hidden_in(self.data_set)
-        fix = f"draw from the global ones, or give {name} state_dict and load_state_dict"
-        return f"{hidden} is a generator that no checkpoint holds; {fix}" if hidden else ""
+        if is_stateful(self.data_set) and self._stateful is None:
+            yield f"the state of {name} in workers is not saved; write workers=0"
+        collate = self._data.collate if isinstance(self._data, SeededRows) else None
+        yield from unsaved_generators(self.data_set, collate, self._generators)
 
     def position(self) -> dict[str, Any]:
-        """Return the seed, the number of passes begun by iteration, and the facts that must not change."""
+        """Return the seed, the number of passes begun by iteration, and the fingerprint of the data."""
         if self._sought is not None:
             return self._sought
         stateful = self._stateful
@@ -212,7 +226,7 @@ class Batches(Source):
             "seed": self._seed,
             "passes": self._passes,
             "generators": self._generators.position(),
-            "facts": self.facts(),
+            "fingerprint": self.fingerprint(),
             "state": None if stateful is None else stateful.position(),
         }
 
@@ -222,15 +236,15 @@ class Batches(Source):
         Returns a line where the data set has a state of its own, which was saved on another number of ranks.
         """
         check_kind(position, BATCHES)
-        check_form(position, facts=is_dict)
-        have, saved = self.facts(), dict(position["facts"])
+        check_form(position, fingerprint=is_dict)
+        have, saved = self.fingerprint(), dict(position["fingerprint"])
         if self._settings.seed is not None:
             have["seed"], saved["seed"] = self._settings.seed, position["seed"]
         fix = "write batches(...) as it was"
         if self._settings.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
             fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
-        check_facts(
-            have, saved, what="the data are dealt into batches otherwise than when the state was saved", fix=fix
+        check_fingerprint(
+            have, saved, what="the rows are cut into batches otherwise than when the state was saved", fix=fix
         )
         check_form(position, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
         self._generators.seek(position["generators"], ended=ended)
@@ -241,20 +255,20 @@ class Batches(Source):
         if ended:
             self._stateful.seek(position["state"], given=None)
         if other_size:
-            return f"saved on another number of processes: {self._data.describe()} goes on from the first one's state"
+            return f"saved on another number of processes: {self._data.describe()} continues from the state of rank 0"
         return None
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         settings = self._settings
-        facts = {
-            "rows": None if self.sharded else len(self._data),
+        properties = {
+            "rows": None if self.is_own_part else len(self._data),
             "batch_size": self._size,
             "shuffle": settings.shuffle,
             "drop_last": settings.drop_last,
             "sampler": self._sampler is not None,
         }
-        return facts if settings.per_rank is None else {**facts, "processes": settings.ranks}
+        return properties if settings.per_rank is None else {**properties, "processes": settings.ranks}
 
     def _measure(self) -> None:
         """Set length and number of rows; DataError where no batch is left."""
@@ -268,7 +282,7 @@ class Batches(Source):
         self._size = self._settings.size
         self.own_length = length  # pyright: ignore[reportIncompatibleMethodOverride]
         self._own_rows = rows
-        apart = self.sharded and self._part is not None
+        apart = self.is_own_part and self._part is not None
         self.batch_size: int | None = None if apart else self._size
         self.length = None if apart else length
         self.rows = None if apart else rows
@@ -277,13 +291,13 @@ class Batches(Source):
         if not len(self._data):
             raise DataError("data set of 0 rows", want="at least one row")
         if rows == 0:
-            raise DataError(f"the sampler {type(self._sampler).__name__} gives 0 rows", want="at least one")
+            raise DataError(f"the sampler {type(self._sampler).__name__} has 0 rows", want="at least one")
         if self.own_length == 0:
             what = f"{rows} rows, batch_size {self._size}, drop_last=True leaves 0 batches"
             raise DataError(what, fix=f"drop_last=False, or a batch_size of at most {rows}")
 
     def _draw_seed(self) -> int:
-        # Arrays in their own order need no seed: then nothing is drawn from the global generator.
+        # Arrays in their own order need no seed: nothing is drawn from the global generator.
         if self._seed is None and (self._settings.shuffle or isinstance(self._data, SeededRows)):
             self._seed = int(torch.empty((), dtype=torch.int64).random_())
         return self._seed or 0
@@ -298,7 +312,7 @@ class Batches(Source):
         """Return the batches of `epoch`, fetched row by row, or in the order of a sampler."""
         sought, self._sought = self._sought, None
         inside = self._generators.epoch == epoch
-        self._asks_again = sought is not None and self._generators.stateful
+        self._restarts_if_empty = sought is not None and self._generators.stateful
         self._generators.begin(epoch)
         if self._sets_epoch:
             set_epoch(epoch, self._sampler, self.data_set)
@@ -307,20 +321,20 @@ class Batches(Source):
             return batches
         if sought is not None:
             self._stateful.seek(sought["state"], given=skip if inside else None)
-        return self._stateful.counted(batches, skip)
+        return self._stateful.count(batches, skip)
 
     def _fetched(self, seed: int, epoch: int, skip: int) -> Iterator[Any]:
         part, numbers = self._part, self._row_numbers(seed, epoch, skip)
         if part is None:
             return self._fetch(seed, epoch, numbers)
-        if self.sharded:
+        if self.is_own_part:
             return self._own(self._fetch(seed, epoch, numbers))
-        from trainwright.data.slicing import Dealt, most_to_pull, slices
+        from trainwright.data.slicing import ShardedIndices, draw_limit, slices
 
-        most = None if self._sampler is None else most_to_pull(self._sampler)
-        dealt = Dealt(numbers, part, most=most, by_lists=True)
-        dealt.draw()
-        return slices(self._fetch(seed, epoch, dealt), dealt, part, name=self.describe())
+        limit = None if self._sampler is None else draw_limit(self._sampler)
+        indices = ShardedIndices(numbers, part, limit=limit, by_lists=True)
+        indices.draw()
+        return slices(self._fetch(seed, epoch, indices), indices, part, name=self.describe())
 
     def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
         from trainwright.data.slicing import own_slices
@@ -331,16 +345,17 @@ class Batches(Source):
         """Return the row numbers of each batch after the first `skip`."""
         if self._sampler is not None:
             numbers = self._sampled(self._sampler)
-            if self.must_resume and (self._part is None or self.sharded) and not draws_at_most_at_first(self._sampler):
-                numbers = watched(numbers, self._accept_draws)
-            return opened(numbers, skip, name="the sampler", complaint=self._empty_sampler)
+            draws_ahead = self._part is not None and not self.is_own_part  # the complete order, on all ranks
+            if self.must_resume and not draws_ahead and not draws_at_most_at_first(self._sampler):
+                numbers = watch_draws(numbers, self._accept_draws)
+            return begin_after(numbers, skip, name="the sampler", error=self._empty_sampler)
         assert self._own_rows is not None
         order, rows = self._order(seed, epoch), range(self._own_rows)
         parts = (rows[start : start + self._size] for start in range(skip * self._size, len(rows), self._size))
         return parts if order is None else (order[part.start : part.stop].tolist() for part in parts)
 
     def _sampled(self, sampler: Iterable[int]) -> Iterator[Sequence[int]]:
-        numbers = asked_again(sampler, iter(sampler)) if self._asks_again else iter(sampler)
+        numbers = restarted_if_empty(sampler, iter(sampler)) if self._restarts_if_empty else iter(sampler)
         while rows := list(islice(numbers, self._size)):
             if len(rows) < self._size and self._settings.drop_last:
                 return
@@ -352,7 +367,7 @@ class Batches(Source):
         self._draws_on = True
 
     def _empty_sampler(self) -> DataError:
-        what = f"the sampler {type(self._sampler).__name__} gave not one batch of {self.batch_size} rows"
+        what = f"the sampler {type(self._sampler).__name__} has no batch of {self.batch_size} rows"
         return DataError(what, have=f"drop_last={self._settings.drop_last}", want="at least one batch")
 
     def _fetch(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
@@ -364,35 +379,35 @@ class Batches(Source):
 
     def _fetched_by_workers(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
         from trainwright.data.dataloader.order import view
-        from trainwright.data.dataloader.workers import Starting, Workers, WorkerStates
+        from trainwright.data.dataloader.workers import InitWorker, Workers, WorkerStates
 
         loader: Any = DataLoader(
-            _Fetches(self._data),
+            _RequestedBatches(self._data),
             batch_size=None,
             num_workers=self._settings.workers,
             collate_fn=_unchanged,
-            # A generator of our own: the loader's draw must not move the global one.
+            # A generator of its own: the loader's draw must not change the global one.
             generator=torch.Generator().manual_seed(mixed_seed(seed, epoch, 1)),
         )
-        order = Order((_Fetch(seed, epoch, rows) for rows in numbers), name=self.describe())
-        return Workers(view(loader, order, worker_init_fn=Starting(None, {}, None)), WorkerStates())
+        order = Order((_Request(seed, epoch, rows) for rows in numbers), name=self.describe())
+        return Workers(view(loader, order, worker_init_fn=InitWorker(None, {}, None)), WorkerStates())
 
 
-class _Fetch(NamedTuple):
-    """A request to a worker process."""
+class _Request(NamedTuple):
+    """The request of a batch from a worker process."""
 
     seed: int
     epoch: int
     rows: Sequence[int]
 
 
-class _Fetches(Dataset[Any]):
-    """A data set whose item of a request is a batch."""
+class _RequestedBatches(Dataset[Any]):
+    """A data set whose items are batches, indexed by requests."""
 
     def __init__(self, data: Table | SeededRows) -> None:
         self._data = data
 
-    def __getitem__(self, request: _Fetch) -> Any:
+    def __getitem__(self, request: _Request) -> Any:
         return self._data.fetch(*request)
 
 
@@ -401,7 +416,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _row_number(row: Any, *, of: int, sampler: Any) -> int:
-    """Return the row number that a sampler gave; DataError for anything else than one of `of` rows."""
+    """Return the row number of a sampler as an int; DataError for anything but one of `of` rows."""
     number = row if isinstance(row, int) else int(row) if hasattr(row, "__index__") else None
     if number is None or not 0 <= number < of:
         raise DataError(

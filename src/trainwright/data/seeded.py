@@ -1,4 +1,4 @@
-"""Rows of a map-style data set, fetched so that their random draws depend on (seed, epoch, row) alone."""
+"""Fetches rows of a map-style data set, whose random draws depend on (seed, epoch, row) alone."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, default_collat
 
 from trainwright.core.errors import DataError
 from trainwright.data.arrays import Table, TableRows, table_of
+from trainwright.data.source import Source
 
 _MASK = (1 << 64) - 1
 
@@ -43,8 +44,8 @@ class SeededRows:
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
         self.dataset = dataset
-        self._collate = collate
-        self._at_once = _fetches_at_once(dataset)
+        self.collate = collate
+        self._has_getitems = _fetches_batches(dataset)
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -54,20 +55,20 @@ class SeededRows:
         return type(self.dataset).__name__
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
-        """Return the batch of `rows`, the same whatever the process has drawn before."""
+        """Return the batch of `rows`, which does not depend on earlier draws of the process."""
         base = mixed(seed, epoch)
-        # Row numbers end below 2^63: a draw for the whole batch has a number of its own beyond them.
+        # Row numbers are below 2^63: a draw for the complete batch has a number above.
         batch = rows[0] + (1 << 63)
         with _generators_restored():
-            if self._at_once:
+            if self._has_getitems:
                 _seed(mixed(base, batch))
                 fetched = self.dataset.__getitems__(list(rows))
             else:
                 fetched = [self._row(base, row) for row in rows]
-            if self._collate is None:
+            if self.collate is None:
                 return self._collated(fetched, len(rows))
             _seed(mixed(base, batch, 1))
-            return self._collate(fetched)
+            return self.collate(fetched)
 
     def _collated(self, fetched: Any, rows: int) -> Any:
         if not isinstance(fetched, list | tuple) or len(fetched) != rows:
@@ -87,9 +88,9 @@ class SeededRows:
         name = type(self.dataset).__name__
         sized = f" of {len(fetched)}" if isinstance(fetched, list | tuple) else ""
         return DataError(
-            f"{name}.__getitems__ was asked for {rows} rows, and gave something else",
+            f"{name}.__getitems__ was given {rows} row numbers, and returned something else",
             have=f"a {type(fetched).__name__}{sized}",
-            want=f"a list of {rows} rows, each as {name}[i] gives it",
+            want=f"a list of {rows} rows, each as {name}[i] returns it",
             fix="for complete batches batches(..., collate=collate), with def collate(batch): return batch",
         )
 
@@ -98,7 +99,7 @@ class SeededRows:
         return self.dataset[row]
 
 
-def rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | SeededRows:
+def open_rows(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | SeededRows:
     """Return the rows of `data`, joined by `collate` where one is given; DataError where `data` have no rows."""
     table = table_of(data)
     if table is not None:
@@ -107,9 +108,9 @@ def rows_of(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | Se
         raise DataError(
             f"batches({type(data).__name__}, ...): no data set of rows",
             want="a map-style Dataset (len and []), a tensor, an array, or a tuple or dict of equally long ones",
-            fix=_instead(data),
+            fix=_fix_for(data),
         )
-    if collate is None:  # which makes rows of any shapes one batch
+    if collate is None:  # a collate function may join rows of any shapes
         _refuse_list_of_columns(data)
     return SeededRows(data, collate)
 
@@ -119,8 +120,8 @@ def _is_map_style(data: Any) -> bool:
     return hasattr(data, "__getitem__") and hasattr(data, "__len__") and not named
 
 
-def _instead(data: Any) -> str:
-    if isinstance(data, DataLoader) or callable(getattr(data, "deal", None)):
+def _fix_for(data: Any) -> str:
+    if isinstance(data, DataLoader | Source):
         return "it has batches already: use it as it is"
     if isinstance(data, IterableDataset):
         return "DataLoader(data, batch_size=...)"
@@ -140,16 +141,16 @@ def _refuse_list_of_columns(data: Any) -> None:
         )
 
 
-def _fetches_at_once(dataset: Any) -> bool:
-    # A Subset has `__getitems__` whatever it is a subset of; row by row, each row keeps its own draws.
+def _fetches_batches(dataset: Any) -> bool:
+    # A Subset always has `__getitems__`; fetched row by row, each row has its own draws.
     if type(dataset) is Subset:
-        return _fetches_at_once(dataset.dataset)
+        return _fetches_batches(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
 
 
 def _seed(bits: int) -> None:
     random.seed(bits)
-    # torch and NumPy start the same Mersenne twister from 32 bits: the same ones would give the same stream.
+    # torch and NumPy seed the same Mersenne twister with 32 bits: equal seeds would give equal streams.
     np.random.seed(bits >> 32)
     torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
 

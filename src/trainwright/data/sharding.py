@@ -1,4 +1,4 @@
-"""Streams of which each rank reads a part of its own: marked by `sharded`, cut by `shard`."""
+"""Streams that shard themselves: `shard()` is a rank's place, `sharded` marks data that are its own part."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Sharded:
 
     def __init__(self, data: Any) -> None:
         given: Any = data.data if isinstance(data, Sharded) else data
-        # A source is marked itself: a copy, so that the user's object stays as it is.
+        # A source is marked itself; the copy leaves the user's object unchanged.
         self.data: Any = copy(given) if isinstance(given, Source) else given
 
     def __repr__(self) -> str:
@@ -92,12 +92,12 @@ def saved_by_other_size(name: str, *, role: str) -> DataError:
         f"{role} data: each process has a part of its own of {name}, which was saved inside an epoch",
         have="another number of processes",
         want="as many processes as when it was saved, or a checkpoint between two epochs",
-        fix="fit(..., resume_data=False) to begin the epoch anew",
+        fix="fit(..., resume_data=False) to begin the epoch again",
     )
 
 
 def is_alone_in_job() -> bool:
-    """Return whether the environment names several processes, where a run has only one."""
+    """Return whether the environment names several processes, though this run has only one."""
     return not matches_environment(Shard(0, 1))
 
 
@@ -110,6 +110,6 @@ def matches_environment(part: Shard) -> bool:
 
 
 def _rank_and_size() -> tuple[int, int]:
-    from trainwright.distributed.environment import rank_and_size  # few runs read it
+    from trainwright.distributed.environment import rank_and_size  # imported on use: few runs need it
 
     return rank_and_size()

@@ -1,4 +1,4 @@
-"""Cuts batches along their rows: each rank runs its part of every batch."""
+"""Shards batches along their rows: each rank runs its slice of every batch."""
 
 from __future__ import annotations
 
@@ -21,27 +21,27 @@ from trainwright.data.sharding import read_as, reading_part
 from trainwright.data.source import length_of
 from trainwright.distributed.mesh import Shard, Slice
 
-_KNOW_THEIR_RANK = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
-"""What samplers call the number of processes and their own: torch's, accelerate's, others'."""
+_RANK_ATTRIBUTES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
+"""Attributes of samplers with the number of ranks and this rank: torch's, accelerate's, others'."""
 _END = object()
 
 
-class Dealt:
-    """One pass over the row numbers of all batches: this process's part of each.
+class ShardedIndices:
+    """One pass over the row indices of all batches: this rank's part of each.
 
-    The numbers are pulled, as far as their draws reach, at the first pull or at `draw`, so that all processes draw
-    them with the same random state. `part` is None where batches are read whole and cut when they are there.
+    All that draws is drawn at the first item or at `draw`, so that all ranks draw it with the same random state.
+    An item that is one index is passed on, and its batch is sliced afterwards.
     """
 
-    def __init__(self, numbers: Iterator[Any], part: Shard | None, *, most: int | None, by_lists: bool) -> None:
+    def __init__(self, numbers: Iterator[Any], part: Shard, *, limit: int | None, by_lists: bool) -> None:
         self._numbers = numbers
         self._part = part
-        self._most = most
-        """How many are pulled at once; None where all is drawn at the first."""
+        self._limit = limit
+        """How many items are drawn at once; None where the first one draws all."""
         self._by_lists = by_lists
         self._drawn = False
-        self.wholes: deque[int | None] = deque()
-        """Rows over all processes of the batches that were asked for and are not there yet; None: to be counted."""
+        self.totals: deque[int | None] = deque()
+        """Rows over all ranks of the batches that were requested and not yet yielded; None: to be counted."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -50,73 +50,73 @@ class Dealt:
         if not self._drawn:
             self.draw()
         rows = next(self._numbers)
-        if self._part is None or not (self._by_lists or isinstance(rows, list | Tensor | np.ndarray)):
-            self.wholes.append(None)  # one number, say, of a data set whose items are batches
+        if not (self._by_lists or isinstance(rows, list | Tensor | np.ndarray)):
+            self.totals.append(None)  # one number, say, of a data set whose items are batches
             return rows
         rows = rows if isinstance(rows, list | tuple | range | Tensor | np.ndarray) else list(rows)
-        self.wholes.append(len(rows))
+        self.totals.append(len(rows))
         run = self._part.run(len(rows))
         return rows[run.start : run.stop]
 
     def draw(self) -> None:
-        """Pull all that draws, with the random state that there is now."""
+        """Draw all items that draw, with the present random state."""
         self._drawn = True
-        first = list(islice(self._numbers, 1 if self._most is None else self._most + 1))
-        if self._most is not None and len(first) > self._most:
+        first = list(islice(self._numbers, 1 if self._limit is None else self._limit + 1))
+        if self._limit is not None and len(first) > self._limit:
             raise DataError(
                 "the order of the data is drawn at the start of an epoch, for all processes alike, and has no end",
-                have=f"a sampler of more than {self._most:,} batches, many more than its length tells",
+                have=f"a sampler of more than {self._limit:,} batches, many more than its length",
                 want="a sampler that ends with the epoch",
-                fix="a __len__ that tells how many batches an epoch has",
+                fix="a __len__ with the number of batches of an epoch",
             )
         self._numbers = chain(first, self._numbers)
 
 
-def slices(batches: Iterator[Any], dealt: Dealt, part: Shard, *, name: str) -> Iterator[Slice]:
-    """Batches of a pass as slices; those that were not asked for by row numbers are cut here."""
+def slices(batches: Iterator[Any], indices: ShardedIndices, part: Shard, *, name: str) -> Iterator[Slice]:
+    """Yield the batches of a pass as slices; complete batches are sliced here."""
     for batch in batches:
-        whole = dealt.wholes.popleft()
-        if whole is None:
-            whole = rows_of(batch, name)
-            batch = cut(batch, part.run(whole), of=whole)  # noqa: PLW2901 - the whole one is not to be kept
-        yield Slice(batch, len(part.of(whole)), whole)
+        total = indices.totals.popleft()
+        if total is None:
+            total = rows_of(batch, name)
+            batch = slice_rows(batch, part.run(total), of=total)  # noqa: PLW2901 - the complete batch is freed
+        yield Slice(batch, len(part.of(total)), total)
 
 
-def own(begin: Callable[[], Iterator[Any]], part: Shard | None, *, aligned: bool) -> Iterator[Any]:
-    """Batches that are this process's own; slices, where there are several.
+def read_own_part(begin: Callable[[], Iterator[Any]], part: Shard | None, *, aligned: bool) -> Iterator[Any]:
+    """Return batches that are this rank's own; as slices on several ranks.
 
-    With `aligned` all processes read their first batch with the same random state: an iterable that shuffles before
-    it leaves out what is not its own does it there. The rest draws for its rows.
+    With `aligned` all ranks read their first batch with the same random state, because an iterable may shuffle all its
+    rows there before it selects its own. Later batches draw for their rows.
     """
-    stands = Shard(0, 1) if part is None else part
-    with reading_part(stands):
+    place = Shard(0, 1) if part is None else part
+    with reading_part(place):
         batches = begin()
-    batches = read_as(batches, stands)
+    batches = read_as(batches, place)
     if part is None:
         return batches
-    return own_slices(in_step(batches, only_first=True) if aligned else batches)
+    return own_slices(with_common_random_state(batches, only_first=True) if aligned else batches)
 
 
 def own_slices(batches: Iterator[Any]) -> Iterator[Slice]:
-    """Batches that are this process's own."""
+    """Yield slices of batches that are this rank's own."""
     for batch in batches:
         yield Slice(batch, None, None)
 
 
-def read_whole(begin: Callable[[], Iterator[Any]], part: Shard, *, name: str) -> Iterator[Slice]:
-    """Slices of batches that every process reads whole, with the same random state."""
-    return cut_batches(in_step(begin(), only_first=False), part, name)
+def read_completely(begin: Callable[[], Iterator[Any]], part: Shard, *, name: str) -> Iterator[Slice]:
+    """Yield slices of complete batches that every rank reads, with the same random state."""
+    return slice_batches(with_common_random_state(begin(), only_first=False), part, name)
 
 
-def in_step(batches: Iterator[Any], *, only_first: bool) -> Iterator[Any]:
-    """`batches`, each read with a random state of their own that begins as the one now: the same on all processes.
+def with_common_random_state(batches: Iterator[Any], *, only_first: bool) -> Iterator[Any]:
+    """Yield `batches`, read with a random state apart from the process's, which begins as a copy of it.
 
-    With `only_first` the first one alone.
+    All ranks begin with the same. `only_first`: the first batch alone.
     """
-    return _in_step(batches, random_state(), only_first=only_first)
+    return _with_common_random_state(batches, random_state(), only_first=only_first)
 
 
-def _in_step(batches: Iterator[Any], state: dict[str, Any], *, only_first: bool) -> Iterator[Any]:
+def _with_common_random_state(batches: Iterator[Any], state: dict[str, Any], *, only_first: bool) -> Iterator[Any]:
     while True:
         with rng_preserved():
             set_random_state(state)
@@ -130,10 +130,10 @@ def _in_step(batches: Iterator[Any], state: dict[str, Any], *, only_first: bool)
             return
 
 
-def most_to_pull(sampler: Any) -> int | None:
-    """How many items of a sampler are to be pulled at once so that all is drawn; None where the first pull does it.
+def draw_limit(sampler: Any) -> int | None:
+    """Return how many items of a sampler to draw at once so that all is drawn; None where the first item does it.
 
-    DataError where nobody knows.
+    DataError where the sampler has no length.
     """
     if _draws_all_at_first(sampler):
         return None
@@ -142,14 +142,14 @@ def most_to_pull(sampler: Any) -> int | None:
         name = type(sampler).__name__
         raise DataError(
             f"the sampler {name} has no length, and its order cannot be drawn for all processes alike",
-            want="a sampler whose __len__ tells how many items an epoch has, so that they are drawn at its start",
+            want="a sampler whose __len__ is the number of items of an epoch, so that they are drawn at its start",
             fix=f"def __len__(self) in {name}",
         )
     return 4 * length + 1000  # lengths of samplers by size are often estimates
 
 
 def _draws_all_at_first(sampler: Any) -> bool:
-    """Whether after its first pull a sampler draws from nothing that anybody else draws from."""
+    """Return whether a sampler, after its first item, draws from no generator that is used elsewhere."""
     if type(sampler) is BatchSampler:
         return _draws_all_at_first(sampler.sampler)
     if type(sampler) is RandomSampler and sampler.generator is not None:
@@ -159,23 +159,23 @@ def _draws_all_at_first(sampler: Any) -> bool:
 
 
 def refuse_loader(loader: DataLoader[Any], *, role: str, processes: int, batch_size: int | None) -> None:
-    """Refuse a loader of a stream, one that deals rows itself, one that gives batches in another order each time."""
+    """Refuse a loader of a stream, one that shards rows itself, and one whose batches have no fixed order."""
     batch_sampler = loader.batch_sampler
     for owner in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
-        refuse_what_knows_its_rank(owner, role=role, processes=processes, batch_size=batch_size)
+        refuse_sharding_sampler(owner, role=role, processes=processes, batch_size=batch_size)
     if isinstance(loader.dataset, IterableDataset):
-        raise unshared(loader, role=role, processes=processes)
+        raise unsharded_stream(loader, role=role, processes=processes)
     if loader.num_workers and not getattr(loader, "in_order", True):
         raise DataError(
-            f"{role} data: in_order=False gives batches as they come, differently on each of {processes} processes",
+            f"{role} data: in_order=False yields batches as they arrive, differently on each of {processes} processes",
             want="the same order on all of them",
             fix="DataLoader(..., in_order=True)",
         )
 
 
-def refuse_what_knows_its_rank(owner: Any, *, role: str, processes: int, batch_size: int | None) -> None:
-    """Refuse a sampler that deals rows to processes itself, and would do it a second time."""
-    for size, rank in _KNOW_THEIR_RANK:
+def refuse_sharding_sampler(owner: Any, *, role: str, processes: int, batch_size: int | None) -> None:
+    """Refuse a sampler that shards rows itself: they would be sharded twice."""
+    for size, rank in _RANK_ATTRIBUTES:
         if not (hasattr(owner, size) and hasattr(owner, rank)) or getattr(owner, size) == 1:
             continue
         rows = "64" if batch_size is None else str(batch_size * processes)
@@ -183,15 +183,15 @@ def refuse_what_knows_its_rank(owner: Any, *, role: str, processes: int, batch_s
         asked = f", shuffle={shuffle}" if isinstance(shuffle, bool) else ""
         name = type(owner).__name__
         raise DataError(
-            f"{role} data: {name} deals rows to processes, and a Trainer on {processes} processes deals them too",
+            f"{role} data: {name} shards rows over processes, and a Trainer on {processes} processes shards them too",
             have=f"{name}({size}={getattr(owner, size)}, {rank}={getattr(owner, rank)})",
             want="a loader as on one process; its batch size counts rows over all processes",
-            fix=f"DataLoader(data, batch_size={rows}{asked}), or sharded(loader) to keep your own dealing",
+            fix=f"DataLoader(data, batch_size={rows}{asked}), or sharded(loader) to keep your own sharding",
         )
 
 
-def unshared(data: Any, *, role: str, processes: int) -> DataError:
-    """The error of a stream that every process would read whole."""
+def unsharded_stream(data: Any, *, role: str, processes: int) -> DataError:
+    """Return the error of a stream that every rank would read completely."""
     of_rows = isinstance(data, DataLoader)
     name = type(data.dataset if of_rows else data).__name__
     read, given = ("rows", "loader") if of_rows else ("batches", "data")
@@ -207,15 +207,15 @@ def unshared(data: Any, *, role: str, processes: int) -> DataError:
 _PLAIN = (str, bytes, int, float, complex, np.generic, type(None))
 
 
-def cut_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Slice]:
-    """What one process runs of each ready batch; DataError, with `name`, for a batch whose rows are not known."""
+def slice_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Slice]:
+    """Yield the slice of this rank of each ready batch; DataError, with `name`, for a batch whose rows are unknown."""
     for batch in batches:
         rows = rows_of(batch, name)
-        yield Slice(cut(batch, part.run(rows), of=rows), len(part.of(rows)), rows)
+        yield Slice(slice_rows(batch, part.run(rows), of=rows), len(part.of(rows)), rows)
 
 
 def rows_of(batch: Any, name: str) -> int:
-    """Rows of a nested batch: what all its tensors and arrays are long in dimension 0; DataError where they differ."""
+    """Return the rows of a nested batch: the size of all its tensors in dimension 0; DataError where they differ."""
     leaves = dict(_leaves(batch, "batch"))
     unknown = [f"{at} {kind}" for at, kind in leaves.items() if isinstance(kind, str)]
     lengths = {length for length in leaves.values() if not isinstance(length, str)}
@@ -225,31 +225,31 @@ def rows_of(batch: Any, name: str) -> int:
             f"the rows of a ready batch of {name} are not known, and each process is to run a part of them",
             have=", ".join(have[:6]),
             want="tensors and arrays that are equally long in dimension 0, in tuples, lists, dicts or dataclasses",
-            fix="batches(rows, 64) or a DataLoader, which deal rows; or sharded(data) of each process's own",
+            fix="batches(rows, 64) or a DataLoader, which shard rows; or sharded(data) of each process's own",
         )
     return int(lengths.pop())
 
 
-def cut(batch: Any, rows: range, *, of: int) -> Any:
-    """Those `rows` of a nested batch `of` so many; containers keep their types, and what has no rows stays whole."""
+def slice_rows(batch: Any, rows: range, *, of: int) -> Any:
+    """Return these `rows` of a nested batch of `of` rows; containers keep their types, other values are shared."""
     if isinstance(batch, Tensor | np.ndarray):
         return batch[rows.start : rows.stop] if batch.ndim else batch
     if isinstance(batch, Mapping):
-        return mapping_like(batch, {key: cut(value, rows, of=of) for key, value in batch.items()})
+        return mapping_like(batch, {key: slice_rows(value, rows, of=of) for key, value in batch.items()})
     if isinstance(batch, list | tuple):
         if len(batch) == of and not any(True for _ in _leaves(batch, "")):
             return sequence_like(batch, list(batch[rows.start : rows.stop]))  # one name, say, for each row
-        return sequence_like(batch, [cut(item, rows, of=of) for item in batch])
+        return sequence_like(batch, [slice_rows(item, rows, of=of) for item in batch])
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         part = copy.copy(batch)
         for field in dataclasses.fields(batch):
-            object.__setattr__(part, field.name, cut(getattr(batch, field.name), rows, of=of))
+            object.__setattr__(part, field.name, slice_rows(getattr(batch, field.name), rows, of=of))
         return part
     return batch
 
 
 def _leaves(batch: Any, at: str) -> Iterator[tuple[str, int | str]]:
-    """Where tensors and arrays are, with their rows; and what nobody knows how to cut, with its type."""
+    """Yield the place and the rows of each tensor and array, and the type of each value that cannot be sliced."""
     if isinstance(batch, Tensor | np.ndarray):
         if batch.ndim:
             yield at, batch.shape[0]

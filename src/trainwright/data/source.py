@@ -32,9 +32,9 @@ class Source:
     draws_global_rng: bool = False
     """Whether iterating draws from the process's random state: resuming then replays it."""
     must_resume: bool | None = None
-    """Whether a checkpoint may be asked for: data that could not be resumed are then refused."""
-    sharded: bool = False
-    """Whether the batches are this rank's own part of the data already."""
+    """Whether the run saves checkpoints: data that cannot be resumed are then refused; None: not known yet."""
+    is_own_part: bool = False
+    """Whether the data are this rank's own part already, as `sharded` marks them."""
     _part: Shard | None = None
     """The part of each batch that this rank runs; None: all of it."""
 
@@ -61,25 +61,25 @@ class Source:
         """
         return None
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
         if part is not None:
             name = type(self).__name__
             raise DataError(
-                f"the source {name} does not deal its batches to {part.size} processes",
-                want="deal(part), after which epoch(...) gives a Slice(batch, rows, all_rows) for each batch",
-                fix=f"def deal(self, part) in {name}, or parallel=None for a run of one process",
+                f"the source {name} does not shard its batches over {part.size} processes",
+                want="shard(part), after which epoch(...) yields a Slice(batch, rows, all_rows) for each batch",
+                fix=f"def shard(self, part) in {name}, or parallel=None for a run of one process",
             )
 
-    def beside(self) -> Source:
-        """Return a source for a pass beside training, which leaves the position of this one as it is. Itself here."""
+    def independent_copy(self) -> Source:
+        """Return a copy for a pass apart from training, with a position of its own. The source itself here."""
         return self
 
-    def facts(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the properties of the data that must be the same at a save and a resume."""
         return {}
 
-    def size_beside(self, device: torch.device) -> int | None:
+    def bytes_on(self, device: torch.device) -> int | None:
         """Return the bytes of a copy of the data on a device; None where they cannot be copied."""
         return None
 
@@ -94,8 +94,8 @@ class Source:
         return ()
 
     @property
-    def resumes(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+    def resume_caveat(self) -> str:
+        """A line for the header on what may be inexact in a resume inside an epoch; empty where all is exact."""
         return ""
 
     @property
@@ -116,8 +116,8 @@ def shallow_copy(source: S) -> S:
     return other
 
 
-def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
-    """Read `skip` batches of `iterator` at once and drop them."""
+def drop_first(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
+    """Read and drop the first `skip` batches of `iterator`, now; return the rest."""
     dropped = sum(1 for _ in islice(iterator, skip))
     if dropped < skip:
         raise DataError(
@@ -129,19 +129,19 @@ def skipped(iterator: Iterator[Any], skip: int, name: str) -> Iterator[Any]:
     return iterator
 
 
-def opened(iterator: Iterator[Any], skip: int, *, name: str, complaint: Callable[[], DataError]) -> Iterator[Any]:
-    """Return `iterator` without its first `skip` batches; raises `complaint` where the epoch has no batch."""
+def begin_after(iterator: Iterator[Any], skip: int, *, name: str, error: Callable[[], DataError]) -> Iterator[Any]:
+    """Return `iterator` without its first `skip` batches; raises `error()` where the epoch has no batch."""
     if skip:
-        return skipped(iterator, skip, name)
-    # A chain: no Python frame after the first batch, and nothing is read before it is asked for.
-    return chain(_first(iterator, complaint), iterator)
+        return drop_first(iterator, skip, name)
+    # A chain: no Python frame after the first batch, and nothing is read before it is requested.
+    return chain(_first(iterator, error), iterator)
 
 
-def _first(iterator: Iterator[Any], complaint: Callable[[], DataError]) -> Iterator[Any]:
+def _first(iterator: Iterator[Any], error: Callable[[], DataError]) -> Iterator[Any]:
     for batch in iterator:
         yield batch
         return
-    raise complaint()
+    raise error()
 
 
 def length_of(data: Any) -> int | None:
@@ -154,7 +154,14 @@ def length_of(data: Any) -> int | None:
 
 LOADER, BATCHES, TOGETHER = "a DataLoader", "batches(...)", "together(...)"
 CUT, PER_EPOCH, READY = "data cut into epochs by a number of updates", "a function of the epoch", "ready batches"
-_KINDS = {"workers": LOADER, "passes": BATCHES, "loaders": TOGETHER, "pass": CUT, "source": PER_EPOCH, "facts": READY}
+_KINDS = {
+    "workers": LOADER,
+    "passes": BATCHES,
+    "loaders": TOGETHER,
+    "pass": CUT,
+    "source": PER_EPOCH,
+    "fingerprint": READY,
+}
 """The kind of data of a saved state, by the first of these keys that it has."""
 
 
@@ -163,18 +170,18 @@ def check_kind(tree: Any, kind: str) -> None:
     keys = tree if isinstance(tree, dict) else ()
     saved = next((kind for key, kind in _KINDS.items() if key in keys), "a source of another class")
     if saved != kind:
-        facts = tree["facts"] if "facts" in keys and isinstance(tree["facts"], dict) else {}
+        known = tree["fingerprint"] if "fingerprint" in keys and isinstance(tree["fingerprint"], dict) else {}
         raise DataError(
             "the data are of another kind than when the state was saved",
             have=kind,
-            want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in facts.items())))),
+            want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in known.items())))),
             fix="give the data that the run was started with, or fit(..., resume_data=False)",
         )
 
 
-def check_facts(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
-    """Raise DataError with the difference where the data are not what they were when a state was saved."""
-    check_form({"facts": saved}, facts=is_dict)
+def check_fingerprint(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
+    """Raise DataError with the difference where the fingerprint of the data is not the saved one."""
+    check_form({"fingerprint": saved}, fingerprint=is_dict)
     differing = [name for name in saved if have.get(name) != saved[name]]
     if differing:
         raise DataError(

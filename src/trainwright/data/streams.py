@@ -12,20 +12,20 @@ import torch
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, rng_preserved, set_random_state
-from trainwright.data.data_state import is_inside_pass, not_there, stateful_data
-from trainwright.data.dataloader.order import asked_again
+from trainwright.data.data_state import is_inside_pass, no_state_error, stateful_data
+from trainwright.data.dataloader.order import restarted_if_empty
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import (
     CUT,
     READY,
     Source,
-    check_facts,
+    begin_after,
+    check_fingerprint,
     check_kind,
+    drop_first,
     length_of,
-    opened,
     set_epoch,
     shallow_copy,
-    skipped,
 )
 from trainwright.distributed.mesh import Shard
 
@@ -35,13 +35,13 @@ _END = object()
 class ReadyBatches(Source):
     """Ready batches: a list, or any iterable of them.
 
-    A batch is read only when the loop needs it, and passed on as it is.
+    A batch is read only when the loop needs it, and is not changed.
     """
 
     own_length: int | None = None
     """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
     _other_size = False
-    """Whether another number of processes saved the loaded state."""
+    """Whether another number of ranks saved the position sought."""
     _sets_epoch = True
     """Whether `set_epoch` of the data is called."""
 
@@ -50,7 +50,7 @@ class ReadyBatches(Source):
         self._role = role
         self.length = length_of(data)
         self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Batches of an epoch; `own_length` is what the data tell on this process, whose own they may be."""
+        """Batches of an epoch; `own_length` is their length on this rank, whose own part they may be."""
         self._stateful = stateful_data(data)
         self._sought: dict[str, Any] | None = None
         self._epoch = -1
@@ -63,40 +63,40 @@ class ReadyBatches(Source):
         """Return the class and the number of batches."""
         name = type(self._data).__name__
         several = "batches" if self.length != 1 else "batch"
-        own = " on each process" if self._part is not None and self.sharded else ""
+        own = " on each process" if self._part is not None and self.is_own_part else ""
         return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
-        DataError for a stream, which each process would read whole, and for data that deal rows to processes.
+        DataError for a stream, which each rank would read completely, and for data that shard rows themselves.
         """
-        if part is not None and not self.sharded:
-            from trainwright.data.slicing import refuse_what_knows_its_rank, unshared
+        if part is not None and not self.is_own_part:
+            from trainwright.data.slicing import refuse_sharding_sampler, unsharded_stream
 
-            refuse_what_knows_its_rank(self._data, role=self._role, processes=part.size, batch_size=None)
+            refuse_sharding_sampler(self._data, role=self._role, processes=part.size, batch_size=None)
             if self.own_length is None:
-                raise unshared(self._data, role=self._role, processes=part.size)
+                raise unsharded_stream(self._data, role=self._role, processes=part.size)
         self._part = part
-        self.length = None if part is not None and self.sharded else self.own_length
+        self.length = None if part is not None and self.is_own_part else self.own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of a pass; its first `skip` are read and dropped, unless the data save their position."""
-        if self._other_size and skip and self.sharded:
+        if self._other_size and skip and self.is_own_part:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
-            return self._begun(epoch, skip)
+            return self._begin_pass(epoch, skip)
         from trainwright.data import slicing
-        from trainwright.data.slicing import cut_batches
+        from trainwright.data.slicing import slice_batches
 
-        begin = partial(self._begun, epoch, skip)
-        if self._part is None or self.sharded:
-            return slicing.own(begin, self._part, aligned=not skip)
+        begin = partial(self._begin_pass, epoch, skip)
+        if self._part is None or self.is_own_part:
+            return slicing.read_own_part(begin, self._part, aligned=not skip)
         if isinstance(self._data, list):
-            return cut_batches(begin(), self._part, self.describe())
-        return slicing.read_whole(begin, self._part, name=self.describe())
+            return slice_batches(begin(), self._part, self.describe())
+        return slicing.read_completely(begin, self._part, name=self.describe())
 
-    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
+    def _begin_pass(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None
         if self._role == "train" and self._sets_epoch:
             set_epoch(epoch, self._data)
@@ -105,20 +105,20 @@ class ReadyBatches(Source):
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
         if self._stateful is None:
-            return self._read_past(skip)
+            return self._begin_after(skip)
         self._epoch = epoch
         if sought is None or sought["state"] is None:
-            return self._stateful.counted(self._read_past(skip), skip)
+            return self._stateful.count(self._begin_after(skip), skip)
         inside = sought["epoch"] == epoch
         self._stateful.seek(sought["state"], given=skip if inside else None)
-        left = iter(self._data) if inside else asked_again(self._data, iter(self._data))
-        return self._stateful.counted(left, skip)
+        left = iter(self._data) if inside else restarted_if_empty(self._data, iter(self._data))
+        return self._stateful.count(left, skip)
 
-    def _read_past(self, skip: int) -> Iterator[Any]:
+    def _begin_after(self, skip: int) -> Iterator[Any]:
         """Return the batches after the first `skip`."""
         batches: Iterator[Any] = iter(self._data)
-        if self._part is None or not self.sharded:
-            return opened(batches, skip, name=self.describe(), complaint=self._no_batches)
+        if self._part is None or not self.is_own_part:
+            return begin_after(batches, skip, name=self.describe(), error=self._no_batches)
         deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
         return batches
 
@@ -127,22 +127,22 @@ class ReadyBatches(Source):
         if self._stateful is not None and self.must_resume is not False:
             self._stateful.commit()
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
-        return {"batches": None if self.sharded else self.own_length}
+        return {"batches": None if self.is_own_part else self.own_length}
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
         if isinstance(self._data, list) or self._stateful is not None:
             return ""
-        name, again = type(self._data).__name__, "exact only if it gives the same batches again"
+        name, again = type(self._data).__name__, "exact only if it yields the same batches again"
         if not self.repeatable:
-            return f"a resume reads a new {name} up to where this one stood: {again}; batches(...) reads nothing twice"
-        return f"a resume reads {name} up to where it stood: {again}; give it state_dict and load_state_dict"
+            return f"a resume reads a new {name} up to the saved position: {again}; batches(...) reads nothing twice"
+        return f"a resume reads {name} up to the saved position: {again}; give it state_dict and load_state_dict"
 
-    def beside(self) -> ReadyBatches:
-        """Return a copy for a pass beside training: the epoch of the data stays as it is."""
+    def independent_copy(self) -> ReadyBatches:
+        """Return a copy with a position of its own, which does not call `set_epoch`."""
         other = shallow_copy(self)
         other._sets_epoch, other._stateful, other._sought = False, None, None
         return other
@@ -150,7 +150,7 @@ class ReadyBatches(Source):
     def position(self) -> dict[str, Any]:
         """Return the state of the data; without one the position is the number of batches that were read."""
         state = None if self._stateful is None else self._stateful.position()
-        return self._sought or {"epoch": self._epoch, "facts": self.facts(), "state": state}
+        return self._sought or {"epoch": self._epoch, "fingerprint": self.fingerprint(), "state": state}
 
     def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
         """Continue at a saved position; DataError where the number of batches is another one.
@@ -159,8 +159,10 @@ class ReadyBatches(Source):
         """
         check_kind(position, READY)
         what = "the data are not what they were when the state was saved"
-        check_facts(self.facts(), position["facts"], what=what, fix="give the batches that the run was started with")
-        if other_size and self.sharded:
+        check_fingerprint(
+            self.fingerprint(), position["fingerprint"], what=what, fix="give the batches that the run was started with"
+        )
+        if other_size and self.is_own_part:
             position = {**position, "state": None}
         self._sought, self._other_size = position, other_size
         if ended and self._stateful is not None and position["state"] is not None:
@@ -174,21 +176,21 @@ class ReadyBatches(Source):
             what = f"{self._role} data: {self.describe()} had no batch in this epoch"
             return DataError(what, want="at least one batch per epoch")
         return DataError(
-            f"{self._role} data: the {type(self._data).__name__} is used up: it gives its batches once",
+            f"{self._role} data: the {type(self._data).__name__} is exhausted: it yields its batches once",
             want="batches that can be read again in each epoch",
-            fix="a function that makes them anew, `lambda epoch: make(epoch)`, or a list of the batches",
+            fix="a function that makes them again, `lambda epoch: make(epoch)`, or a list of the batches",
         )
 
 
 class Continuing(Source):
-    """A source whose epochs are cut from one stream: each goes on where the last one stopped.
+    """A source whose epochs are cut from one stream: each continues where the last one stopped.
 
     Where the stream ends, the next pass begins; a source that cannot be repeated ends there. It is its own
-    iterator, so that a loop that leaves an epoch early leaves the stream where it is.
+    iterator, so that the next epoch continues at the batch where the loop left this one.
     """
 
     _common: dict[str, Any] | None = None
-    """The random state that the next pass begins with on all processes, where there are several."""
+    """The random state at the start of the next pass, common to all ranks."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -202,18 +204,18 @@ class Continuing(Source):
         self._taken = 0
         """Batches taken from the current pass."""
         self._given = 0
-        """Batches given to the current epoch."""
+        """Batches yielded in the current epoch."""
         self._committed = (0, 0)
         """Both numbers at the last commit."""
         self._before: dict[str, Any] | None = None
-        """The position of the last commit, if the pass that it lies in has ended since."""
+        """The position of the last commit, if its pass has ended since."""
         self._sought: dict[str, Any] | None = None
         self._other_size = False
         """Whether another number of ranks saved the position sought."""
 
     @property
     def must_resume(self) -> bool | None:
-        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
+        """Whether the run saves checkpoints: data that cannot be resumed are then refused."""
         return self._source.must_resume
 
     @must_resume.setter
@@ -221,13 +223,13 @@ class Continuing(Source):
         self._source.must_resume = must
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
-        return self._source.resumes
+        return self._source.resume_caveat
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
-        return self._source.facts()
+        return self._source.fingerprint()
 
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
@@ -239,17 +241,17 @@ class Continuing(Source):
         """The random generators of the source, apart from the process's."""
         return list(self._source.generators)
 
-    def beside(self) -> Continuing:
-        """Return a copy for a pass beside training."""
+    def independent_copy(self) -> Continuing:
+        """Return a copy with a position of its own."""
         return shallow_copy(self)
 
     def describe(self) -> str:
         """Return a description of the source."""
-        return f"{self._source.describe()}, going on over the epochs"
+        return f"{self._source.describe()}, continuing over the epochs"
 
-    def deal(self, part: Shard | None) -> None:
-        """Have this rank be one of several; None: the only one."""
-        self._source.deal(part)
+    def shard(self, part: Shard | None) -> None:
+        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
+        self._source.shard(part)
         self._part, self.batch_size = part, self._source.batch_size
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
@@ -259,11 +261,11 @@ class Continuing(Source):
             self._common = random_state()
         if sought is None:
             self._given = 0
-            skipped(self, skip, self._source.describe())
+            drop_first(self, skip, self._source.describe())
         elif sought["epoch"] == epoch and sought["given"] != skip:
-            raise not_there(sought["given"], skip)
+            raise no_state_error(sought["given"], skip)
         else:
-            self._make_again(sought)
+            self._rebuild_pass(sought)
         self._epoch, self._given, self._committed, self._before = epoch, skip, (self._taken, skip), None
         return self
 
@@ -285,7 +287,7 @@ class Continuing(Source):
         return batch
 
     def position(self) -> dict[str, Any]:
-        """Return the current pass, the number of batches taken from it, and the state that makes it again."""
+        """Return the current pass, the number of batches taken from it, and the state from which it is made again."""
         known = self._sought or self._before
         if known is not None:
             return known
@@ -302,13 +304,13 @@ class Continuing(Source):
         """Continue at a saved position; DataError where the source is another one."""
         check_kind(position, CUT)
         what = "the data are not what they were when the state was saved"
-        saved = position["source"].get("facts", {}) if isinstance(position["source"], dict) else {}
-        check_facts(self.facts(), saved, what=what, fix="give the data that the run was started with")
+        saved = position["source"].get("fingerprint", {}) if isinstance(position["source"], dict) else {}
+        check_fingerprint(self.fingerprint(), saved, what=what, fix="give the data that the run was started with")
         self._sought, self._other_size = position, other_size
         if ended and self.repeatable:
             self._source.seek(position["source"], other_size=other_size, ended=True)
         elif ended:
-            self._make_again(position)
+            self._rebuild_pass(position)
         return self._source.other_size_note if other_size else None
 
     def _begin_pass(self, number: int, skip: int = 0) -> None:
@@ -317,21 +319,21 @@ class Continuing(Source):
             self._random = random_state() if self.draws_global_rng else None
             self._stream = self._source.epoch(number, skip)
             return
-        with rng_preserved():  # processes begin a pass at different times, and all with the same random state
+        with rng_preserved():  # ranks begin a pass at different times, all with the same random state
             assert self._common is not None
             self._random = self._common
             set_random_state(self._common)
             self._stream = self._source.epoch(number, skip)
             self._common = random_state()
 
-    def _make_again(self, position: dict[str, Any]) -> None:
+    def _rebuild_pass(self, position: dict[str, Any]) -> None:
         """Make the saved pass again, without the batches that were taken from it."""
         self._source.seek(position["source"], other_size=self._other_size)
         if self._part is not None:
             self._common = random_state() if position["random"] is None else position["random"]
         self._stream, self._pass, self._taken = None, max(position["pass"] - 1, -1), 0
         if position["taken"]:
-            # The pass is drawn as it was drawn first, and the state of the process stays where it is.
+            # The pass draws from its saved random state; the present one of the process is preserved.
             with rng_preserved():
                 if position["random"] is not None and self._part is None:
                     set_random_state(position["random"])

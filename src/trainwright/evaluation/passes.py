@@ -102,7 +102,7 @@ def side_effect_free(
             _Instead(trainer, LossTracker(None, trainer._hooks) if tracker is None else tracker),
             _NO_CONTEXT if trainer.world.size == 1 else _on_all_ranks(trainer),
         ):
-            yield source.beside() if source.repeatable else source
+            yield source.independent_copy() if source.repeatable else source
     except BaseException as error:
         explain(error, trainer)
         raise
@@ -195,7 +195,7 @@ def run_training_forwards(trainer: TrainerLike, source: Source) -> None:
     """
     from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
 
-    tracker, aside = LossTracker(None, trainer._hooks), source.beside()
+    tracker, aside = LossTracker(None, trainer._hooks), source.independent_copy()
     to_device = trainer._hooks.move
     generators = aside.generators
     statistics = Tensors(modes.running_statistics(trainer.model) if trainer.on_nonfinite == "skip" else [])

@@ -381,7 +381,7 @@ def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str
     if any(map(has_scheduler, trainer.optimizers.values())):
         states = {name: tree[name] for name in tree if name in own or name == "state"}
         check_saved_schedulers(trainer.optimizers, own, states)
-    return [line for line in [run.source.resumes] if line]
+    return [line for line in [run.source.resume_caveat] if line]
 
 
 def _rehearse(trainer: TrainerLike, run: Run, val: Mapping[str, Source]) -> None:

@@ -213,7 +213,7 @@ def _check_passes(source: Source, val: Mapping[str, Source], ends: Ends) -> None
 
 def _notes(trainer: TrainerLike, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
     """Return the lines of the header on ranks, data, slots and choices."""
-    notes = [] if trainer.world.size == 1 else describe_ranks(trainer, plan, apart=source.sharded)
+    notes = [] if trainer.world.size == 1 else describe_ranks(trainer, plan, apart=source.is_own_part)
     notes += [source.note] if source.note else []
     if plan.val and trainer._hooks.overrides_training_step and not trainer._hooks.overrides_validation_step:
         notes.append("validates by your training_step, in eval mode")

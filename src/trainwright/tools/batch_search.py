@@ -16,7 +16,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import tensors_in
-from trainwright.data.slicing import cut, rows_of
+from trainwright.data.slicing import rows_of, slice_rows
 from trainwright.modules.peak_memory import Peaks, peaks_of
 from trainwright.observers.table import byte_size
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
@@ -187,7 +187,7 @@ class _Trials:
 
     def _run(self, rows: int) -> None:
         batch, of = self._batch
-        grown = joined([batch] * (rows // of) + ([cut(batch, range(rows % of), of=of)] if rows % of else []))
+        grown = joined([batch] * (rows // of) + ([slice_rows(batch, range(rows % of), of=of)] if rows % of else []))
         trainer = self.trainer
         kept: dict[str, Any] = {"average": trainer.average, "metrics": trainer.metrics or None}
         if not self.peaks.refuses:  # tensors are counted in eager mode
@@ -328,7 +328,7 @@ def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
     whole = batches[chosen]
     if rows[chosen] < full:
         whole = joined([whole] * (full // rows[chosen] + 1))
-        whole = cut(whole, range(full), of=rows_of(whole, "train"))
+        whole = slice_rows(whole, range(full), of=rows_of(whole, "train"))
     return whole, full
 
 

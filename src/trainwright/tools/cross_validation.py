@@ -29,7 +29,7 @@ from trainwright.core.rng import seed as start_random_state
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import sequence_like
 from trainwright.data.opening import batches, takes_batch_size
-from trainwright.data.seeded import mixed_seed, rows_of
+from trainwright.data.seeded import mixed_seed, open_rows
 from trainwright.evaluation.predictions import join
 from trainwright.modules.freezing import has_running_statistics, held
 from trainwright.observers.table import aligned, duration, number
@@ -72,7 +72,7 @@ def cross_validate(
     _check_settings(validation, seed=seed, resume=resume)
     drawn = seed is None
     seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
-    rows = len(rows_of(data, None))  # DataError for data without numbered rows
+    rows = len(open_rows(data, None))  # DataError for data without numbered rows
     sides = _split(folds, data, rows, target=target, groups=groups, validation=validation, seed=seed)
     earlier, done = _EarlierFolds(), list[Fold]()
     for index, parts in enumerate(sides):

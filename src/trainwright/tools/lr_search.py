@@ -111,7 +111,7 @@ def find_lr(
             fast=replace(trainer.fast, compile=None),  # the sweep is too short to pay for compiling
         )
         sweep.stop = twin.stop
-        result = twin.fit(source.beside(), max_updates=updates)
+        result = twin.fit(source.independent_copy(), max_updates=updates)
     ended = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
     found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or ended)
     if found.suggestion is None:

@@ -94,7 +94,7 @@ class Clock:
 
     def over(self, source: Source) -> Source:
         """Return the data with an epoch of as many micro-batches as the trial takes; passes repeat."""
-        aside: Any = source.beside()
+        aside: Any = source.independent_copy()
         aside = copy.copy(source) if aside is source else aside
         epochs = aside.epoch
         total = (self._warm + self._segments * self._updates) * self._every

@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import buffer_dict, parameter_dict, versions_preserved
 from trainwright.core.trees import parameters_in
-from trainwright.data.data_state import Other
+from trainwright.data.data_state import adapted
 from trainwright.update.snapshot import RngStates, Snapshot, SnapshotPart, StateDicts
 from trainwright.update.trainer_like import networks_of
 
@@ -100,7 +100,7 @@ class ObjectGraph(SnapshotPart):
         elif type(value) is np.ndarray and value.flags.writeable:
             self._containers[id(value)] = (value, value.copy())
         elif isinstance(value, _GENERATORS):
-            generator = value if isinstance(value, torch.Generator) else Other(value)
+            generator = adapted(value)
             self._generators[id(value)] = (generator, generator.get_state())
 
 

@@ -179,7 +179,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 
     Persistent workers of the data are not used: a trial has its own.
     """
-    source: Any = open_source(data, batch_size=batch_size, shuffle=True, role=role).beside()
+    source: Any = open_source(data, batch_size=batch_size, shuffle=True, role=role).independent_copy()
     if source.repeatable and not _is_one_pass(data):
         if isinstance(source, LoaderBatches):
             source.keep_workers(keeps=False)

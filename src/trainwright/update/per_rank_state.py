@@ -33,7 +33,7 @@ PROCESSES = "processes"
 def assign_shard(trainer: TrainerLike, *sources: Source) -> None:
     """Assign each source the rows of this rank; DataError for one that cannot be sharded."""
     for source in sources:
-        source.deal(_part(trainer))
+        source.shard(_part(trainer))
 
 
 @contextmanager
@@ -80,12 +80,12 @@ def complete_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
 
 
 def _undealt(trainer: TrainerLike, source: Any) -> Iterator[Any]:
-    source.deal(Shard(0, 1))
+    source.shard(Shard(0, 1))
     try:
         for one in epoch_batches(trainer.world, source, 0):
             yield one.batch
     finally:
-        source.deal(_part(trainer))  # a custom source is no copy: training continues with it
+        source.shard(_part(trainer))  # a custom source is no copy: training continues with it
 
 
 def shard_batches(trainer: TrainerLike, source: Source, tracker: LossTracker) -> Iterator[Any]:

@@ -12,8 +12,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
-from trainwright.core.torch_private import is_under_way, iterator_of
-from trainwright.data.data_state import Generators, hidden_in, is_stateful, stateful_data
+from trainwright.core.torch_private import is_under_way, iterator_of, persistent_iterator, set_persistent_iterator
+from trainwright.data.data_state import Generators, is_stateful, stateful_data, unsaved_generators
 from trainwright.data.dataloader.order import (
     Order,
     draws_at_most_at_first,
@@ -23,9 +23,18 @@ from trainwright.data.dataloader.order import (
     twin,
     view,
 )
-from trainwright.data.dataloader.workers import Carrying, Starting, Workers, WorkerStates
+from trainwright.data.dataloader.workers import InitWorker, StateSendingCollate, Workers, WorkerStates
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
-from trainwright.data.source import LOADER, Source, check_facts, check_kind, length_of, opened, set_epoch, shallow_copy
+from trainwright.data.source import (
+    LOADER,
+    Source,
+    begin_after,
+    check_fingerprint,
+    check_kind,
+    length_of,
+    set_epoch,
+    shallow_copy,
+)
 from trainwright.distributed.mesh import Shard
 
 _ALONE = Shard(0, 1)
@@ -35,9 +44,9 @@ class LoaderBatches(Source):
     """The batches of a `DataLoader`; raises DataError where it has none.
 
     A resume inside an epoch is exact where rows depend only on their index, the sampler and the random states of the
-    processes: the order is drawn again and its first part left out unread, and each worker goes on with the random
-    state that came with its last batch. Iterable data sets, and loaders with an `__iter__` of their own, are read
-    past.
+    processes: the order is drawn again, its first part is skipped unread, and each worker continues from the random
+    state that came with its last batch. Of iterable data sets, and of loaders that override `__iter__`, the first
+    batches are read and dropped.
     """
 
     draws_global_rng = True
@@ -45,16 +54,16 @@ class LoaderBatches(Source):
     """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
     _sets_epoch = True
     """Whether `set_epoch` of the data set and the samplers is called."""
-    _most: int | None = None
-    """How many items of the sampler all processes pull at once; None where the first pull draws them all."""
+    _draw_limit: int | None = None
+    """Items of the sampler that all ranks draw at once; None where the first one draws all."""
     _other_size = False
-    """Whether another number of processes saved the loaded state."""
+    """Whether another number of ranks saved the position sought."""
     _compared = False
     """Whether the first batches of the workers of a stream were compared."""
     in_memory = False
-    """Whether a batch of the pass in hand is a few tensor operations on the whole of the data."""
+    """Whether the present pass gathers each batch from tensors in memory."""
     _keeps_workers: bool | None = None
-    """Whether passes beside training use the loader's persistent workers; None: unless these are under way."""
+    """Whether evaluation uses the loader's persistent workers; None: unless training is inside a pass."""
 
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
@@ -62,22 +71,22 @@ class LoaderBatches(Source):
         self._sought: dict[str, Any] | None = None
         self._record = WorkerStates()
         self._draws_on = False
-        """Whether the sampler has drawn from the process's random state after its first pull."""
+        """Whether the sampler has drawn from the process's random state after its first item."""
         sampler, batch_sampler = loader.sampler, loader.batch_sampler
         inner = getattr(batch_sampler, "sampler", None)
-        self._tellable = (sampler, batch_sampler, inner, loader.dataset)
+        self._with_set_epoch = (sampler, batch_sampler, inner, loader.dataset)
         self._generators = Generators(
             {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
         )
         self._stateful = stateful_data(loader)
         self.length = self.own_length = length_of(loader)
-        """Batches of an epoch; `own_length` is what the loader tells on this process, whose own it may be."""
+        """Batches of an epoch; `own_length` is the loader's length on this rank, whose own part it may be."""
         size = getattr(batch_sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
-        dealt = self._dealt()
-        short = dealt % self.batch_size if dealt and self.batch_size and self._drops_last else 0
-        self.rows = self._own_rows = None if dealt is None else dealt - short
+        rows = self._sampled_rows()
+        short = rows % self.batch_size if rows and self.batch_size and self._drops_last else 0
+        self.rows = self._own_rows = None if rows is None else rows - short
         self._order = Order(_index_sampler(loader), name=self.describe())
         if self.length == 0:
             raise self._no_batches()
@@ -92,90 +101,95 @@ class LoaderBatches(Source):
         """Return rows, batch size and workers."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
-        if self._part is not None and self.batch_size is not None and not self.sharded:
+        if self._part is not None and self.batch_size is not None and not self.is_own_part:
             size = f"batches of {self._part.layout_text(self.batch_size)}"
-        size += " on each process" if self._part is not None and self.sharded else ""
+        size += " on each process" if self._part is not None and self.is_own_part else ""
         n = self._loader.num_workers
         workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
         return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
-        DataError for what cannot be dealt: a stream, a loader that deals rows to processes itself, one whose order
-        cannot be drawn alike on all of them.
+        DataError for data that cannot be sharded: a stream, a loader that shards rows itself, one whose order cannot be
+        drawn alike on all ranks.
         """
-        if part is not None and not self.sharded:
+        if part is not None and not self.is_own_part:
             from trainwright.data import slicing
 
             slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
-            self._most = slicing.most_to_pull(_index_sampler(self._loader)) if self.by_numbers else None
+            self._draw_limit = slicing.draw_limit(_index_sampler(self._loader)) if self.fetches_by_index else None
         self._part = part
-        apart = part is not None and self.sharded
+        apart = part is not None and self.is_own_part
         self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return one pass over the loader without its first `skip` batches; the random draws of all are made."""
+        """Return one pass over the loader without its first `skip` batches; the draws for all batches are made."""
         stream = isinstance(self._loader.dataset, IterableDataset)
-        if self._other_size and skip and self.sharded:
+        if self._other_size and skip and self.is_own_part:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and not (stream and is_alone_in_job()):
             doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
-            return self._compared_once(self._begun(epoch, skip)) if doubts else self._begun(epoch, skip)
+            return self._compared_once(self._begin_pass(epoch, skip)) if doubts else self._begin_pass(epoch, skip)
         from trainwright.data import slicing
 
-        begin = partial(self._begun, epoch, skip)
-        if self._part is None or self.sharded:
-            return slicing.own(begin, self._part, aligned=not skip)
-        if not self.by_numbers:
-            return slicing.read_whole(begin, self._part, name=self.describe())
+        begin = partial(self._begin_pass, epoch, skip)
+        if self._part is None or self.is_own_part:
+            return slicing.read_own_part(begin, self._part, aligned=not skip)
+        if not self.fetches_by_index:
+            return slicing.read_completely(begin, self._part, name=self.describe())
         iterator = begin()
-        assert self._order.dealt is not None
-        return slicing.slices(iterator, self._order.dealt, self._part, name=self.describe())
+        assert self._order.sharded is not None
+        return slicing.slices(iterator, self._order.sharded, self._part, name=self.describe())
 
     def _compared_once(self, batches: Iterator[Any]) -> Iterator[Any]:
-        from trainwright.data.dataloader.workers import looked_at
+        from trainwright.data.dataloader.workers import warn_of_duplicates
 
         self._compared = True
-        return looked_at(batches, workers=self._loader.num_workers, name=type(self._loader.dataset).__name__)
+        return warn_of_duplicates(batches, workers=self._loader.num_workers, name=type(self._loader.dataset).__name__)
 
     @property
-    def _cuts(self) -> bool:
-        """Whether this process asks for its rows of a batch alone."""
-        return self._part is not None and self.by_numbers
+    def _fetches_own_rows(self) -> bool:
+        """Whether this rank fetches its rows of a batch alone."""
+        return self._part is not None and self.fetches_by_index
 
     @property
-    def by_numbers(self) -> bool:
-        """Whether one of several processes can ask for its rows of a batch alone; else it reads all of it."""
-        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.sharded
+    def fetches_by_index(self) -> bool:
+        """Whether a rank can fetch its rows of a batch alone; else it reads complete batches."""
+        return has_twin(self._loader) and not iterates_itself(self._loader) and not self.is_own_part
 
-    def _begun(self, epoch: int, skip: int) -> Iterator[Any]:
+    @property
+    def _differs_by_rank(self) -> bool:
+        """Whether the ranks of a run read different rows; else each reads complete batches."""
+        return self.fetches_by_index or self.is_own_part
+
+    def _begin_pass(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None
-        apart = self._part is not None and self.sharded
+        apart = self._part is not None and self.is_own_part
         if apart and self.own_length is not None:
-            skip = min(skip, self.own_length)  # others may have more
+            skip = min(skip, self.own_length)  # other ranks may have more
         inside = sought is not None and self._generators.epoch == epoch
-        way = self._way(sought)
-        skipped = skip if way == "skip" else 0
-        self._record = WorkerStates(skipped)
+        mode = self._skip_mode(sought)
+        unread = skip if mode == "skip" else 0
+        self._record = WorkerStates(unread)
         if sought is not None:
-            self._order.once_more = self._generators.stateful
-            self._restore_workers(sought, inside=inside, given=skip if inside and way == "skip" else None)
+            self._order.restarts_if_empty = self._generators.stateful
+            self._restore_workers(sought, inside=inside, given=skip if inside and mode == "skip" else None)
         self._generators.begin(epoch)
         if self._role == "train" and self._sets_epoch:
-            set_epoch(epoch, *self._tellable)
+            set_epoch(epoch, *self._with_set_epoch)
             self._measure()
-        if sought is not None and way == "seek":
+        if sought is not None and mode == "seek":
             self._restore_data(sought, skip if inside else None)
-        iterator = self._opened(skipped)
-        past = skip if way == "past" else 0
+        iterator = self._start_pass(unread)
+        past = skip if mode == "past" else 0
         if apart:
             deque(islice(iterator, past), maxlen=0)  # one part may be empty, or end before others
         elif past or not skip:
-            iterator = opened(iterator, past, name=self.describe(), complaint=self._no_batches)
-        if sought is not None and way != "seek":
+            iterator = begin_after(iterator, past, name=self.describe(), error=self._no_batches)
+        if sought is not None and mode != "seek":
             self._restore_data(sought, skip if inside else None)
-        return iterator if self._stateful is None else self._stateful.counted(iterator, skip)
+        return iterator if self._stateful is None else self._stateful.count(iterator, skip)
 
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
@@ -183,31 +197,32 @@ class LoaderBatches(Source):
         if self._stateful is not None and self.must_resume is not False:
             self._stateful.commit()
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         loader = self._loader
         samplers = (loader.sampler, loader.batch_sampler)
+        has_no_rows = self.is_own_part or isinstance(loader.dataset, IterableDataset)
         return {
-            "rows": None if self.sharded or isinstance(loader.dataset, IterableDataset) else length_of(loader.dataset),
+            "rows": None if has_no_rows else length_of(loader.dataset),
             "batch_size": self.batch_size if self.batch_size is not None else loader.batch_size,
             "drop_last": self._drops_last,
             "sampler": "/".join(type(sampler).__name__ for sampler in samplers if sampler is not None),
         }
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
-        return "; ".join(_why_inexact(self._loader))
+        return "; ".join(_why_inexact(self._loader, self._generators))
 
-    def beside(self) -> LoaderBatches:
-        """Return a copy for a pass beside training: the epoch of data set and sampler stays as it is."""
+    def independent_copy(self) -> LoaderBatches:
+        """Return a copy with a position of its own, which does not call `set_epoch`."""
         other = shallow_copy(self)
         other._sets_epoch, other._sought, other._stateful = False, None, None
-        other._generators = self._generators.beside()
+        other._generators = self._generators.independent_copy()
         return other
 
     def keep_workers(self, *, keeps: bool) -> None:
-        """Set whether these passes use the loader's persistent workers, or training alone does."""
+        """Set whether this source uses the loader's persistent workers, or training alone does."""
         self._keeps_workers = keeps
 
     @property
@@ -219,7 +234,7 @@ class LoaderBatches(Source):
         """Return the states of the loader's and samplers' own generators, and the random states of the workers."""
         return self._sought or {
             "generators": self._generators.position(),
-            "facts": self.facts(),
+            "fingerprint": self.fingerprint(),
             "workers": self._record.position(self._loader.num_workers),
             "draws_on": self._draws_on,
             "state": None if self._stateful is None else self._stateful.position(),
@@ -233,15 +248,15 @@ class LoaderBatches(Source):
         """
         check_kind(position, LOADER)
         what = "the loader is not what it was when the state was saved"
-        check_facts(self.facts(), position["facts"], what=what, fix="build the loader as it was")
+        check_fingerprint(self.fingerprint(), position["fingerprint"], what=what, fix="build the loader as it was")
         have, saved = self._loader.num_workers, position["workers"]["number"]
         lines = []
         if have != saved:
             same = "the rows are the same, their random draws are not"
             lines.append(f"resumed with num_workers={have}, saved with {saved}: {same}")
-        if other_size and (self.by_numbers or self.sharded):  # else each rank reads all, and so as the first one did
+        if other_size and self._differs_by_rank:  # else each rank reads all batches, as rank 0 did
             position = {**position, "workers": WorkerStates().position(have)}
-            if self.sharded:
+            if self.is_own_part:
                 position["state"] = None
             if self.other_size_note:
                 lines.append(self.other_size_note)
@@ -256,103 +271,104 @@ class LoaderBatches(Source):
     @property
     def other_size_note(self) -> str | None:
         """A line on what differs after a resume on another number of processes; None where nothing does."""
-        if not self._loader.num_workers or not (self.by_numbers or self.sharded):
+        if not self._loader.num_workers or not self._differs_by_rank:
             return None
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
-    def _way(self, sought: dict[str, Any] | None) -> str:
-        """Return how the first batches are left out: "skip" in the order, read "past", or the data "seek" them."""
+    def _skip_mode(self, sought: dict[str, Any] | None) -> str:
+        """Return how the first batches are skipped: "skip" in the order, "past" by reading them, "seek" by the data."""
         loader = self._loader
-        if sought is not None and self._stateful is not None and not self._stateful.rows_by_number:
+        if sought is not None and self._stateful is not None and not self._stateful.rows_by_index:
             return "seek"
-        draws_on = not loader.num_workers and sought is not None and sought["draws_on"] and not self._cuts
+        draws_on = not loader.num_workers and sought is not None and sought["draws_on"] and not self._fetches_own_rows
         past = isinstance(loader.dataset, IterableDataset) or iterates_itself(loader) or not has_twin(loader)
         return "past" if past or draws_on else "skip"
 
     def _restore_workers(self, position: dict[str, Any], *, inside: bool, given: int | None) -> None:
         """Restore the random states of the workers of the saved run."""
-        workers, attributes = position["workers"], vars(self._loader)
-        record = self._record
+        workers, record = position["workers"], self._record
         if workers["number"] != self._loader.num_workers or not has_twin(self._loader):
             return
         persistent = self._loader.persistent_workers
         if persistent:
-            attributes["_iterator"] = None  # its workers have another history
+            set_persistent_iterator(self._loader, None)  # its workers are in another state
         if workers["seed"] is None or not (inside or persistent):
             return
         record.restore(workers, given=given, inside=inside)
         if persistent and (not inside or workers["persisted"]):
-            self._order.closed = True
+            self._order.is_empty = True
             try:
                 with rng_preserved(self._generators.found):
-                    attributes["_iterator"] = self._made(twin(self._loader, self._order), seed=workers["seed"])
+                    stand_in = twin(self._loader, self._order)
+                    set_persistent_iterator(self._loader, self._start_workers(stand_in, seed=workers["seed"]))
             finally:
-                self._order.closed = False
+                self._order.is_empty = False
 
     def _restore_data(self, position: dict[str, Any], given: int | None) -> None:
         if self._stateful is not None:
             self._stateful.seek(position["state"], given=given)
 
-    def _opened(self, skip: int) -> Iterator[Any]:
-        """A pass that begins after `skip` batches of the order, which are pulled at once, with the random state now."""
+    def _start_pass(self, skip: int) -> Iterator[Any]:
+        """Return a pass after `skip` batches of the order, which is drawn now, with the present random state."""
         loader, order = self._loader, self._order
         order.skip = skip
-        if self._cuts:
-            from trainwright.data.slicing import Dealt
+        if self._part is not None and self.fetches_by_index:
+            from trainwright.data.slicing import ShardedIndices
 
             lists = loader.batch_sampler is not None
-            order.deals = partial(Dealt, part=self._part, most=self._most, by_lists=lists)
+            order.shard = partial(ShardedIndices, part=self._part, limit=self._draw_limit, by_lists=lists)
         elif self.must_resume and not draws_at_most_at_first(_index_sampler(loader)):
-            order.moved = self._note_draws
+            order.on_draw = self._note_draws
         try:
             iterator = self._iterator()
             if not loader.num_workers:
-                order.pass_over()
+                order.drop_skipped()
         except RuntimeError as error:
-            pool = vars(loader).get("_iterator")
+            pool = persistent_iterator(loader)
             if isinstance(pool, Workers):
                 pool.explain(error)
             raise
         finally:
-            order.skip, order.moved, order.once_more, order.deals = 0, None, False, None
+            order.skip, order.on_draw, order.restarts_if_empty, order.shard = 0, None, False, None
         return iterator
 
     def _iterator(self) -> Iterator[Any]:
-        """A pass over the loader; one apart where its persistent workers are not to be taken from another pass."""
+        """Return a pass over the loader, with new workers where the persistent ones belong to another pass."""
         loader: Any = self._loader
         order = self._order
-        if has_twin(loader) and (loader.num_workers or order.skip or order.moved or order.once_more or order.deals):
-            loader = twin(loader, order, self._made if loader.num_workers else None)
-        pool = vars(loader).get("_iterator")
+        changes_order = order.skip or order.on_draw or order.restarts_if_empty or order.shard
+        if has_twin(loader) and (loader.num_workers or changes_order):
+            loader = twin(loader, order, self._start_workers if loader.num_workers else None)
+        pool = persistent_iterator(loader)
         under_way = is_under_way(pool)
         apart = under_way if self._keeps_workers is None else not self._keeps_workers
         if apart and loader.persistent_workers and not self._sets_epoch:
             return iterator_of(loader)
         if isinstance(pool, Workers):
-            pool.go_on(self._record, order, first=self._first())
+            pool.begin_next_pass(self._record, order, first=self._first_worker())
         if type(self._loader) is not DataLoader or self._loader.num_workers:
             return iter(loader)
-        from trainwright.data.dataloader.recognized import from_memory
+        from trainwright.data.dataloader.tensor_dataset import index_select_batches
 
         iterator = iter(loader)
-        batches = from_memory(self._loader, iterator)
+        batches = index_select_batches(self._loader, iterator)
         self.in_memory = batches is not iterator
         return batches
 
-    def _made(self, stand_in: Any, seed: int | None = None) -> Workers:
-        """New workers of the loader."""
+    def _start_workers(self, stand_in: Any, seed: int | None = None) -> Workers:
+        """Start new workers of the loader."""
         stand_in.check_worker_number_rationality()
-        carries = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
-        carrying = Carrying(stand_in.collate_fn) if carries else None
+        sends_states = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
+        collate = StateSendingCollate(stand_in.collate_fn) if sends_states else None
         part = self._part or _ALONE
-        starting = Starting(stand_in.worker_init_fn, self._record.states, carrying, part=part)
-        collate = {} if carrying is None else {"collate_fn": carrying}
-        dressed = view(stand_in, self._order, worker_init_fn=starting, **collate)
-        apart = self._cuts or self.sharded  # else workers read what those of every process read
-        return Workers(dressed, self._record, seed=seed, first=self._first(), rank=part.rank if apart else 0)
+        init = InitWorker(stand_in.worker_init_fn, self._record.states, collate, part=part)
+        attributes = {} if collate is None else {"collate_fn": collate}
+        prepared = view(stand_in, self._order, worker_init_fn=init, **attributes)
+        apart = self._fetches_own_rows or self.is_own_part  # else the workers of all ranks read the same batches
+        return Workers(prepared, self._record, seed=seed, first=self._first_worker(), rank=part.rank if apart else 0)
 
-    def _first(self) -> int:
-        """The worker whose turn it is in a pass that begins in the middle."""
+    def _first_worker(self) -> int:
+        """Return the worker of the first batch in a pass that begins in the middle."""
         loader: Any = self._loader
         return self._order.skip % loader.num_workers if getattr(loader, "in_order", True) else 0
 
@@ -361,8 +377,8 @@ class LoaderBatches(Source):
             refuse_draws(_index_sampler(self._loader), workers=self._loader.num_workers, role=self._role)
         self._draws_on = True
 
-    def _dealt(self) -> int | None:
-        """Rows that torch's own BatchSampler deals; None where another one does, or rows come unnumbered."""
+    def _sampled_rows(self) -> int | None:
+        """Return the rows that torch's own BatchSampler samples; None for another sampler or an iterable data set."""
         batch_sampler = self._loader.batch_sampler
         if type(batch_sampler) is not BatchSampler or isinstance(self._loader.dataset, IterableDataset):
             return None
@@ -370,7 +386,7 @@ class LoaderBatches(Source):
 
     def _no_batches(self) -> DataError:
         loader, data_set = self._loader, self._loader.dataset
-        rows = self._dealt() if self._dealt() is not None else length_of(data_set)
+        rows = self._sampled_rows() if self._sampled_rows() is not None else length_of(data_set)
         what, want, fix = f"an epoch of the {type(loader).__name__} had no batch", "at least one batch per epoch", ""
         if rows == 0:
             what = f"data set of 0 rows in the {type(loader).__name__}"
@@ -378,7 +394,7 @@ class LoaderBatches(Source):
             what = f"{rows} rows, batch_size {self.batch_size}, drop_last=True leaves 0 batches"
             fix = f"drop_last=False, or a batch_size of at most {rows}"
         elif isinstance(data_set, IterableDataset):
-            want = f"{type(data_set).__name__}.__iter__ to give a fresh iterator with rows in each epoch"
+            want = f"{type(data_set).__name__}.__iter__ to give a new iterator with rows in each epoch"
         else:
             sampler = loader.sampler if loader.batch_sampler is None else loader.batch_sampler
             want = f"at least one batch of {rows} rows from {type(sampler).__name__}"
@@ -389,23 +405,21 @@ def _index_sampler(loader: DataLoader[Any]) -> Any:
     return loader.sampler if loader.batch_sampler is None else loader.batch_sampler
 
 
-def _why_inexact(loader: DataLoader[Any]) -> Iterator[str]:
+def _why_inexact(loader: DataLoader[Any], generators: Generators) -> Iterator[str]:
     """Yield the reasons why a resume inside an epoch may be inexact, each with a fix."""
     name, data_name = type(loader).__name__, type(loader.dataset).__name__
-    same = "exact only if they give the same again"
+    same = "exact only if they yield the same again"
     if is_stateful(loader):
         if loader.num_workers:
             yield f"random draws in the workers of {name} are as exact as its state_dict makes them"
         return
     if not getattr(loader, "in_order", True) and loader.num_workers:
-        yield "in_order=False gives batches as they come: a resume may repeat and leave out rows; write in_order=True"
+        yield "in_order=False yields batches as they arrive: a resume may repeat or omit rows; write in_order=True"
     if isinstance(loader.dataset, IterableDataset):
         if loader.num_workers or not is_stateful(loader.dataset):
-            yield f"a resume reads the training data ({data_name}) up to where they stood: {same}"
+            yield f"a resume reads the training data ({data_name}) up to the saved position: {same}"
     elif iterates_itself(loader) or not has_twin(loader):
         yield f"a resume reads the training data again ({name} iterates in its own way): {same}"
-    elif loader.persistent_workers and not isinstance(getattr(loader, "_iterator", None), Workers | None):
+    elif loader.persistent_workers and not isinstance(persistent_iterator(loader), Workers | None):
         yield "the persistent workers were started before fit: their random draws do not resume; give fit a new loader"
-    hidden = hidden_in(loader.dataset)
-    if hidden and not is_stateful(loader.dataset):
-        yield f"{hidden} is a generator that no checkpoint holds; give {data_name} state_dict and load_state_dict"
+    yield from unsaved_generators(loader.dataset, loader.collate_fn, generators)

@@ -1,4 +1,4 @@
-"""The order of a loader's batches, and a twin of the loader that is iterated in it."""
+"""The order of a loader's batches, from any position, and a twin of the loader that is iterated in it."""
 
 from __future__ import annotations
 
@@ -20,66 +20,66 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.core.errors import DataError, message
 from trainwright.core.rng import host_random_state
-from trainwright.core.torch_private import iterator_of
-from trainwright.data.source import skipped
+from trainwright.core.torch_private import LOADER_HOOKS, iterator_of
+from trainwright.data.source import drop_first
 
 if TYPE_CHECKING:
-    from trainwright.data.slicing import Dealt
+    from trainwright.data.slicing import ShardedIndices
 
-_TORCHS_OWN = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
+_TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _END = object()
 
 
 class Order:
-    """A sampler or batch sampler, iterated once for each time that it would be without this.
+    """A sampler or batch sampler, iterated as often as torch iterates it.
 
-    `skip` batches are left out at the start of every pass that begins, when the first is pulled or at `pass_over`.
-    `moved` is called where a pull after the first has moved a random state of the process.
+    The first `skip` items of each new pass are drawn and dropped, at the first item or at `drop_skipped`. `on_draw` is
+    called where an item after the first has changed a random state of the process.
     """
 
     def __init__(self, given: Iterable[Any], *, name: str) -> None:
-        self._given = given
+        self._sampler = given
         self._name = name
-        self._left: _Left | None = None
-        self.deals: Callable[[Iterator[Any]], Dealt] | None = None
-        """Cuts the row numbers of a pass that begins for this process; None where it is the only one."""
-        self.dealt: Dealt | None = None
-        """The pass that was begun last, where it was cut."""
+        self._rest: _Rest | None = None
+        self.shard: Callable[[Iterator[Any]], ShardedIndices] | None = None
+        """Shards the indices of a new pass for this rank; None on a single rank."""
+        self.sharded: ShardedIndices | None = None
+        """The last pass, where it was sharded."""
         self.skip = 0
-        self.closed = False
-        """Whether passes are empty: persistent workers are started by one that asks for nothing."""
-        self.once_more = False
-        """Whether a sampler that was loaded at the end of its pass is to be asked for the next one."""
-        self.moved: Callable[[], None] | None = None
+        self.is_empty = False
+        """Whether passes are empty: persistent workers are started by an empty one."""
+        self.restarts_if_empty = False
+        """Whether a sampler with a loaded state begins its next pass where that state was the end of one."""
+        self.on_draw: Callable[[], None] | None = None
 
     def __len__(self) -> int:
-        given: Any = self._given
+        given: Any = self._sampler
         return len(given)
 
     def __iter__(self) -> Iterator[Any]:
-        if self.closed:
+        if self.is_empty:
             return iter(())
-        numbers = iter(self._given)
-        if self.once_more:
-            numbers = asked_again(self._given, numbers)
-        if self.moved is not None:
-            numbers = watched(numbers, self.moved)
+        numbers = iter(self._sampler)
+        if self.restarts_if_empty:
+            numbers = restarted_if_empty(self._sampler, numbers)
+        if self.on_draw is not None:
+            numbers = watch_draws(numbers, self.on_draw)
         if self.skip:
-            numbers = self._left = _Left(numbers, self.skip, self._name)
-        if self.deals is not None:
-            numbers = self.dealt = self.deals(numbers)
+            numbers = self._rest = _Rest(numbers, self.skip, self._name)
+        if self.shard is not None:
+            numbers = self.sharded = self.shard(numbers)
         return numbers
 
-    def pass_over(self) -> None:
-        """Pull what is left out now, with the random state that there is, and what all processes draw alike."""
-        if self.deals is not None and self.dealt is not None:
-            self.dealt.draw()
-        elif self._left is not None:
-            self._left.pass_over()
+    def drop_skipped(self) -> None:
+        """Draw the skipped items now, with the present random state; on several ranks all that the pass draws."""
+        if self.shard is not None and self.sharded is not None:
+            self.sharded.draw()
+        elif self._rest is not None:
+            self._rest.drop_skipped()
 
 
-class _Left:
-    """What is left of a pass: its first `skip` are pulled and dropped, not before they are asked for."""
+class _Rest:
+    """A pass without its first `skip` items, which are drawn when the first item is requested."""
 
     def __init__(self, numbers: Iterator[Any], skip: int, name: str) -> None:
         self._numbers = numbers
@@ -91,39 +91,39 @@ class _Left:
 
     def __next__(self) -> Any:
         if self._skip:
-            self.pass_over()
+            self.drop_skipped()
         return next(self._numbers)
 
-    def pass_over(self) -> None:
+    def drop_skipped(self) -> None:
         skip, self._skip = self._skip, 0
-        skipped(self._numbers, skip, self._name)
+        drop_first(self._numbers, skip, self._name)
 
 
-def watched(numbers: Iterator[Any], moved: Callable[[], None]) -> Iterator[Any]:
-    """`numbers`; `moved` is called where a pull after the first has moved a random state of the process."""
+def watch_draws(numbers: Iterator[Any], on_draw: Callable[[], None]) -> Iterator[Any]:
+    """Yield `numbers`; call `on_draw` where an item after the first has changed a random state of the process."""
     for first in numbers:
         yield first
         break
     while True:
-        pulled, has_moved = moves_random_state(lambda: next(numbers, _END))
-        if pulled is _END:
+        item, has_drawn = _call_and_compare(lambda: next(numbers, _END))
+        if item is _END:
             return
-        if has_moved:
-            moved()
-        yield pulled
+        if has_drawn:
+            on_draw()
+        yield item
 
 
-def moves_random_state(pull: Callable[[], Any]) -> tuple[Any, bool]:
-    """What a call gives, and whether it has moved a random state of the process on the host."""
+def _call_and_compare(draw: Callable[[], Any]) -> tuple[Any, bool]:
+    """Return the result of a call, and whether it has changed a random state of the process on the host."""
     before = host_random_state()
-    pulled = pull()
-    return pulled, _differ(before, host_random_state())
+    item = draw()
+    return item, _differ(before, host_random_state())
 
 
 def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
-    """Meet a sampler that draws from the process's random state after its first pull, where training draws too.
+    """Refuse a sampler that draws from the process's random state after its first item, as training does too.
 
-    DataError where workers are asked ahead, so that no resume inside an epoch is exact; else a warning.
+    DataError with workers, whose batches are requested ahead: no resume inside an epoch is exact. Else a warning.
     """
     name = type(sampler.sampler if type(sampler) is BatchSampler else sampler).__name__
     what = f"{role} data: the sampler {name} draws from the process's random state while it is iterated"
@@ -136,8 +136,8 @@ def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
     warnings.warn(message(what, want=want, fix=fix), stacklevel=2)
 
 
-def asked_again(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator[Any]:
-    """`numbers`; a new pass over `given` where there are none, as after a state of a pass's end was loaded."""
+def restarted_if_empty(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator[Any]:
+    """Yield `numbers`; where there are none, as after the state of a pass's end was loaded, a new pass over `given`."""
     first = next(numbers, _END)
     if first is _END:
         numbers = iter(given)
@@ -147,10 +147,10 @@ def asked_again(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator[Any]:
 
 
 def draws_at_most_at_first(sampler: Any) -> bool:
-    """Whether a sampler is known to leave the process's random state alone after its first pull."""
+    """Return whether a sampler is known not to draw from the process's random state after its first item."""
     if type(sampler) is BatchSampler:
         return draws_at_most_at_first(sampler.sampler)
-    return type(sampler) in (*_TORCHS_OWN, list, tuple, range)
+    return type(sampler) in (*_TORCH_SAMPLERS, list, tuple, range)
 
 
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
@@ -161,15 +161,15 @@ def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
 
 
 class Twin:
-    """What a twin has besides the loader's class, whose `__iter__` runs on it as on the loader.
+    """The mixin of a twin, a subclass of the loader's class whose `__iter__` it runs.
 
-    Twin and loader share their attributes: what one sets the other has, persistent workers too.
+    Twin and loader share one `__dict__`, persistent workers included.
     """
 
-    __slots__ = ("made", "order")
+    __slots__ = ("make_iterator", "order")
     order: Order
-    made: Callable[[Any], Any] | None
-    """Makes torch's iterator over worker processes; None for torch's own."""
+    make_iterator: Callable[[Any], Any] | None
+    """Makes the iterator over worker processes; None for torch's own."""
 
     @property
     def _index_sampler(self) -> Order:
@@ -177,40 +177,40 @@ class Twin:
 
     def _get_iterator(self) -> Any:
         loader: Any = super()
-        return iterator_of(loader) if self.made is None else self.made(self)
+        return iterator_of(loader) if self.make_iterator is None else self.make_iterator(self)
 
 
 def has_twin(loader: DataLoader[Any]) -> bool:
-    """Whether a twin can stand in: the loader's class leaves to torch how iterators are made."""
+    """Return whether a twin can replace the loader: its class does not override how iterators are made."""
     kind: Any = type(loader)
-    known = all(getattr(kind, name) is getattr(DataLoader, name) for name in ("_get_iterator", "_index_sampler"))
+    known = all(getattr(kind, name) is getattr(DataLoader, name) for name in LOADER_HOOKS)
     return known and not any(vars(base).get("__slots__") for base in kind.__mro__)
 
 
 def iterates_itself(loader: DataLoader[Any]) -> bool:
-    """Whether the loader's class has an `__iter__` of its own, which may give what it likes."""
+    """Return whether the loader's class overrides `__iter__`, which may then yield anything."""
     return type(loader).__iter__ is not DataLoader.__iter__
 
 
-def twin(loader: DataLoader[Any], order: Order, made: Callable[[Any], Any] | None = None) -> Any:
-    """A twin that is iterated in `order`."""
-    return _with_attributes(loader, vars(loader), order, made=made)
+def twin(loader: DataLoader[Any], order: Order, make_iterator: Callable[[Any], Any] | None = None) -> Any:
+    """Return a twin that is iterated in `order`."""
+    return _with_attributes(loader, vars(loader), order, make_iterator=make_iterator)
 
 
 def view(loader: Any, order: Order, **instead: Any) -> Any:
-    """A twin for torch's iterator to be made of, with attributes of its own `instead`."""
-    return _with_attributes(loader, {**vars(loader), **instead}, order, made=None)
+    """Return a twin with other attributes `instead`, from which torch's iterator is made."""
+    return _with_attributes(loader, {**vars(loader), **instead}, order, make_iterator=None)
 
 
 def _with_attributes(
-    loader: Any, attributes: dict[str, Any], order: Order, *, made: Callable[[Any], Any] | None
+    loader: Any, attributes: dict[str, Any], order: Order, *, make_iterator: Callable[[Any], Any] | None
 ) -> Any:
     kind: Any = type(loader)
-    made_of: Any = object.__new__(kind if issubclass(kind, Twin) else _twin_class(kind))
-    object.__setattr__(made_of, "__dict__", attributes)
-    object.__setattr__(made_of, "order", order)
-    object.__setattr__(made_of, "made", made)
-    return made_of
+    new: Any = object.__new__(kind if issubclass(kind, Twin) else _twin_class(kind))
+    object.__setattr__(new, "__dict__", attributes)
+    object.__setattr__(new, "order", order)
+    object.__setattr__(new, "make_iterator", make_iterator)
+    return new
 
 
 @cache

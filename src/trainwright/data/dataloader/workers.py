@@ -34,13 +34,13 @@ from trainwright.core.torch_private import (
     is_started,
     replace_worker_messages,
 )
-from trainwright.data.data_state import is_stateful, not_there
+from trainwright.data.data_state import is_stateful, no_state_error
 from trainwright.data.seeded import mixed
 from trainwright.data.sharding import set_part
 from trainwright.distributed.mesh import Shard
 
 HANGS_AFTER = 600.0
-"""Seconds without a batch from any worker after which a loader without a timeout of its own is taken to hang."""
+"""Seconds without a batch from any worker after which a loader without `timeout` is taken to hang."""
 
 
 class WorkerStates:
@@ -48,17 +48,17 @@ class WorkerStates:
 
     def __init__(self, given: int = 0) -> None:
         self.states: dict[int, State] = {}
-        """By worker, those states that have moved since it was started."""
+        """By worker, the states that have changed since its start."""
         self.seed: int | None = None
-        """The seed of the workers; None where there are none, or somebody else started them."""
+        """The seed of the workers; None where there are none, or where they were started outside of this module."""
         self.given = self.committed = given
         """Batches of the epoch that were yielded, and those of them that were trained on."""
         self.before: dict[int, State | None] = {}
-        """The states at the last commit of those workers whose states have moved since."""
+        """The states at the last commit of the workers whose states have changed since."""
         self.start: dict[int, State] = {}
         """The states that persistent workers had when the pass began."""
         self.persisted = False
-        """Whether the workers were there before the pass."""
+        """Whether the workers were started before the pass."""
         self.ended: dict[int, State] = {}
         """The states of workers after the end of an iterable data set, for those whose pass is over."""
 
@@ -67,13 +67,13 @@ class WorkerStates:
         self.committed = self.given
         self.before.clear()
 
-    def update(self, worker: int, moved: State) -> None:
+    def update(self, worker: int, changed: State) -> None:
         """Record the states that came with a batch."""
         self.before.setdefault(worker, self.states.get(worker))
-        self.states[worker] = {**self.states.get(worker, {}), **moved}
+        self.states[worker] = {**self.states.get(worker, {}), **changed}
 
     def begin_pass(self, worker: int, state: State) -> None:
-        """Record the state that a worker begins its next pass with."""
+        """Record the state of a worker at the start of its next pass."""
         self.start[worker] = self.states[worker] = state
         self.ended.pop(worker, None)
 
@@ -93,7 +93,7 @@ class WorkerStates:
     def restore(self, position: dict[str, Any], *, given: int | None, inside: bool) -> None:
         """Restore the states after `given` batches of the pass; None: at its start, or at its end if not `inside`."""
         if given not in (None, position["given"]):
-            raise not_there(position["given"], given)
+            raise no_state_error(position["given"], given)
         if not inside:
             self.states = {**position["states"], **position["ended"]}
         else:
@@ -101,41 +101,40 @@ class WorkerStates:
 
 
 class Workers(LoaderWorkers):  # type: ignore[misc]
-    """torch's iterator over the worker processes of a loader, started from a given seed and with a given worker.
+    """torch's iterator over the worker processes of a loader, with a given seed and a given first worker.
 
-    `first` is the worker that is asked first in the next pass; after that pass they take turns from number 0 again.
-    `rank` is the process's.
+    `first` is the worker that fetches the first batch of the next pass; in later passes that is number 0 again.
     """
 
     _failed: tuple[int, int] | None = None
-    """The batch that an error came in the place of, and the worker that sent it."""
+    """The task that failed, and the worker that sent the error."""
 
     _broken = False
-    """Whether a worker has died or hangs, so that nobody waits for them at the end."""
+    """Whether a worker has died or hangs: the workers are killed at the end, not joined."""
 
     def __init__(
         self, loader: Any, record: WorkerStates, *, seed: int | None = None, first: int = 0, rank: int = 0
     ) -> None:
-        self.record, self.first, self._of_rank = record, first, rank
-        self._carries = isinstance(loader.collate_fn, Carrying)
+        self.record, self.first, self._own_rank = record, first, rank
+        self._sends_states = isinstance(loader.collate_fn, StateSendingCollate)
         self._given_seed = seed
         self._task_rows: dict[int, Any] = {}
         self._idle = 0.0
         self._process = os.getpid()
         try:
-            with _signals_wait(loader.multiprocessing_context):
+            with _signals_blocked(loader.multiprocessing_context):
                 super().__init__(loader)
         except BaseException:
             self._broken = True
             if is_started(self):
-                self._shutdown_workers()  # the error holds this object, and nobody waits for a collection
+                self._shutdown_workers()  # the error refers to this object: it would be collected too late
             raise
         record.seed = self._base_seed
-        _ALIVE.add(self)
+        _POOLS.add(self)
 
     def __next__(self) -> Any:
         try:
-            error_if_any_worker_fails()  # one that died while nobody listened
+            error_if_any_worker_fails()  # one that died between two batches
             given = super().__next__()
         except StopIteration:
             raise
@@ -143,39 +142,39 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
             self.explain(error)
             raise
         self.record.given += 1
-        if not self._carries:
+        if not self._sends_states:
             return given
-        batch, (worker, moved) = given
-        if moved:
-            self.record.update(worker, moved)
+        batch, (worker, changed) = given
+        if changed:
+            self.record.update(worker, changed)
         return batch
 
-    def go_on(self, record: WorkerStates, order: Any, *, first: int) -> None:
-        """Have the next pass made in this order and told to `record`, which takes over what was told so far."""
+    def begin_next_pass(self, record: WorkerStates, order: Any, *, first: int) -> None:
+        """Begin the next pass in this order and with a new record, which takes over the states of the last one."""
         record.states, record.seed, record.persisted = self.record.states, self.record.seed, True
         record.start = dict(record.states)
         self.record, self._index_sampler, self.first = record, order, first
 
     def explain(self, error: Exception) -> None:
-        """Add a note to an error: which worker it was, which rows it was asked for, and what to do."""
+        """Add a note to an error: the worker, the rows that were requested of it, and a fix."""
         pids = [process.pid or 0 for process in self._workers]
         if self._failed is not None:
             task, worker = self._failed
             release_frames(error)
-            explain_worker_error(error, pids=pids, worker=worker, asked=[self._task_rows.get(task)])
+            explain_worker_error(error, pids=pids, worker=worker, requested=[self._task_rows.get(task)])
             return
         self._broken = True
         waited = self._task_info.get(self._rcvd_idx, (None,))
         named = worker_in_message(error, pids, waited=waited[0])
         tasks = sorted(task for task, info in self._task_info.items() if info[0] == named and len(info) == 1)
-        explain_worker_error(error, pids=pids, worker=named, asked=[self._task_rows.get(task) for task in tasks])
+        explain_worker_error(error, pids=pids, worker=named, requested=[self._task_rows.get(task) for task in tasks])
 
     def _reset(self, loader: Any, first_iter: bool = False) -> None:
         self._task_rows.clear()
         self._failed, self._idle = None, 0.0
         super()._reset(loader, first_iter)
-        if self.first:  # else workers would go on with the work of others, and nobody would see it
-            raise DataError(f"torch {torch.__version__} lets nobody choose which worker of a loader is asked first")
+        if self.first:  # else a worker would continue from the random state of another, without an error
+            raise DataError(f"torch {torch.__version__} has no setting for the first worker of a loader")
 
     def _next_index(self) -> Any:
         rows = super()._next_index()
@@ -192,10 +191,10 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
     def _try_get_data(self, timeout: float = 5.0) -> tuple[bool, Any]:
         found: tuple[bool, Any] = super()._try_get_data(timeout)
         self._idle = 0.0 if found[0] else self._idle + timeout
-        if found[0] and isinstance(found[1][0], Again) and found[1][0].told is not None:
-            self.record.begin_pass(*found[1][0].told)
-        elif found[0] and isinstance(found[1][1], Ended):
-            worker, state = found[1][1].told
+        if found[0] and isinstance(found[1][0], PassBegun) and found[1][0].worker_state is not None:
+            self.record.begin_pass(*found[1][0].worker_state)
+        elif found[0] and isinstance(found[1][1], PassEnded):
+            worker, state = found[1][1].worker_state
             self.record.ended[worker] = state
         if not self._timeout and self._idle >= HANGS_AFTER:
             raise RuntimeError(f"DataLoader timed out after {HANGS_AFTER:g} seconds")
@@ -206,10 +205,10 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
             self.kill()
         super()._shutdown_workers()
         if is_shut_down(self, default=False):
-            self.kill()  # what hangs has survived the SIGTERM that it was sent
+            self.kill()  # a worker that hangs ignores torch's SIGTERM
 
     def kill(self) -> None:
-        """End the workers that are still there."""
+        """Kill the workers that are still alive."""
         if os.getpid() != self._process:
             return
         forget_workers(self)
@@ -217,15 +216,15 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
             if process.is_alive():
                 process.kill()
 
-    # torch draws the seed in any case; workers that go on with the work of others have that of the others.
+    # torch draws the seed in any case; workers that continue a saved pass have the seed of that pass.
     @property
     def _base_seed(self) -> int:
         return self._seed
 
     @_base_seed.setter
     def _base_seed(self, drawn: int) -> None:
-        # All processes draw alike; the workers of each draw for rows of their own.
-        own = mixed(drawn, self._of_rank) >> 2 if self._of_rank else drawn
+        # All ranks draw the same seed here; the workers of each rank draw for rows of their own.
+        own = mixed(drawn, self._own_rank) >> 2 if self._own_rank else drawn
         self._seed = own if self._given_seed is None else self._given_seed
 
     @property
@@ -240,16 +239,16 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
 
 
 def _is_closed(queue: Any) -> bool:
-    """Whether a collection has ended a queue before its iterator: workers will not hear that this is the end."""
+    """Whether garbage collection has closed a queue before its iterator: workers will not receive the end."""
     finalizer = getattr(queue, "_close", None)
     return finalizer is not None and not finalizer.still_active()
 
 
 @contextmanager
-def _signals_wait(context: Any) -> Iterator[None]:
-    """Hold signals to the whole process group back until new workers are ready for them.
+def _signals_blocked(context: Any) -> Iterator[None]:
+    """Block signals until new workers have set their handlers.
 
-    Where they are forked: what another start method starts for good would hold them back for ever.
+    For forked workers alone: a process of another start method would inherit the blocked signals for good.
     """
     method = (torch.multiprocessing if context is None else context).get_start_method()
     if method != "fork" or not hasattr(signal, "pthread_sigmask"):
@@ -262,12 +261,12 @@ def _signals_wait(context: Any) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_ALIVE: weakref.WeakSet[Workers] = weakref.WeakSet()
+_POOLS: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """End what is left when the process ends: multiprocessing would send SIGTERM once, and wait."""
-    for pool in list(_ALIVE):
+    """Kill the remaining workers at exit: multiprocessing would send SIGTERM once, and join them."""
+    for pool in list(_POOLS):
         if not is_shut_down(pool, default=True):
             pool.kill()
 
@@ -275,17 +274,17 @@ def _end_all() -> None:
 atexit.register(_end_all)
 
 
-SURVIVES = 30.0
-"""Seconds that a worker lives on after a first SIGTERM: the main process has 20 to end by itself."""
+SIGTERM_DELAY = 30.0
+"""Seconds from a first SIGTERM to the end of a worker: the main process needs up to 20 for its last save."""
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGUSR1", "SIGTERM") if hasattr(signal, name))
-"""What a scheduler or a terminal sends to all processes of a run."""
+"""Signals that a scheduler or a terminal sends to all processes of a run."""
 
 State = dict[str, Any]
-"""The random states of a worker that have moved, as plain data: "torch", "python", "numpy", and "dataset"."""
+"""The random states of a worker that have changed, as plain data: "torch", "python", "numpy", and "dataset"."""
 
 
-class Carrying:
-    """A collate function whose batches bring along what has moved: (batch, (worker, `State`))."""
+class StateSendingCollate:
+    """A collate function that adds the states that have changed to each batch: (batch, (worker, `State`))."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -295,108 +294,108 @@ class Carrying:
         self._ready: State = {}
 
     def begin(self, worker: int) -> None:
-        """Take the state of a worker that is ready for its first batch: it would be made again without being told."""
+        """Record the state of a worker before its first batch: a new worker has it without a restore."""
         info = get_worker_info()
         data = None if info is None else info.dataset
         self._worker, self._data = worker, data if is_stateful(data) else None
         self._sent = self._ready = _packed(host_random_state())
 
-    def begin_again(self) -> tuple[int, State]:
-        """The number of this worker and its state; one that was asked for nothing yet is as it was made ready."""
-        _restore_states(self._ready)  # torch has iterated the data set once before, in vain
+    def start_pass(self) -> tuple[int, State]:
+        """Return the number of this worker and its state; before its first batch that of its start."""
+        _restore_states(self._ready)  # torch has iterated the data set once already, for nothing
         return self.now()
 
     def __call__(self, rows: Any) -> Any:
-        """The batch of these rows, and the states that have moved since the last one."""
+        """Return the batch of these rows, and the states that have changed since the last one."""
         batch = self._collate(rows)
         self._ready = {}
         now = _packed(host_random_state())
-        moved = {name: state for name, state in now.items() if self._sent.get(name) != state}
+        changed = {name: state for name, state in now.items() if self._sent.get(name) != state}
         self._sent = now
         if self._data is not None:
-            moved["dataset"] = self._data.state_dict()
-        return batch, (self._worker, moved)
+            changed["dataset"] = self._data.state_dict()
+        return batch, (self._worker, changed)
 
     def now(self) -> tuple[int, State]:
-        """The number of this worker and its whole state."""
+        """Return the number of this worker and its complete state."""
         self._ready = {}
         state = _packed(host_random_state())
         return self._worker, state if self._data is None else {**state, "dataset": self._data.state_dict()}
 
 
-class Again(ResumeIteration):  # type: ignore[misc]
-    """A worker's answer that it begins its next pass, with the state that it begins it with.
+class PassBegun(ResumeIteration):  # type: ignore[misc]
+    """A worker's message that it begins its next pass, with its state at the start.
 
-    It is made in the worker out of torch's request, before the data set is iterated; an iterable one may have drawn
+    It is unpickled in the worker from torch's request, before the data set is iterated; an iterable one may have drawn
     after its last batch, for rows that were dropped.
     """
 
-    told: tuple[int, State] | None = None
+    worker_state: tuple[int, State] | None = None
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
         self.__dict__.update(kept)
-        if self.told is None and _carrying:
-            self.__dict__["told"] = _carrying[-1].begin_again()
+        if self.worker_state is None and _sending:
+            self.__dict__["worker_state"] = _sending[-1].start_pass()
 
 
-class Ended(EndOfIterable):  # type: ignore[misc]
-    """A worker's word that its pass is over, with the state that it was left in."""
+class PassEnded(EndOfIterable):  # type: ignore[misc]
+    """A worker's message that its pass has ended, with its state."""
 
-    told: tuple[int, State]
+    worker_state: tuple[int, State]
 
     def __init__(self, worker: int) -> None:
         super().__init__(worker)
-        self.__dict__["told"] = _carrying[-1].now()
+        self.__dict__["worker_state"] = _sending[-1].now()
 
 
-_carrying: list[Carrying] = []
-"""In a worker that reads an iterable data set: what it carries home with."""
+_sending: list[StateSendingCollate] = []
+"""In a worker that reads an iterable data set: its collate function."""
 
 
-class Starting:
-    """A `worker_init_fn`: after the user's own a worker takes over its state; signals are left to the main process.
+class InitWorker:
+    """A `worker_init_fn`: calls the user's own, restores the random state, and leaves signals to the main process.
 
-    A first SIGTERM is survived for `SURVIVES` seconds, then an alarm ends the process, as a second SIGTERM does.
-    `part` is what `shard` tells there.
+    A worker lives `SIGTERM_DELAY` seconds after a first SIGTERM; a second one ends it. `part`: the result of `shard()`
+    in the worker.
     """
 
     def __init__(
-        self, given: Any, states: dict[int, State], carrying: Carrying | None, *, part: Shard | None = None
+        self, given: Any, states: dict[int, State], collate: StateSendingCollate | None, *, part: Shard | None = None
     ) -> None:
         self._given = given
         self._part = part
         self._states = states
-        self._carrying = carrying
+        self._collate = collate
 
     def __call__(self, worker: int) -> None:
-        """Make the worker of this number ready."""
-        outlive_signals()
+        """Initialize the worker of this number."""
+        leave_signals_to_main()
         if self._part is not None:
             set_part(self._part)
         if self._given is not None:
             self._given(worker)
         _restore_states(self._states.get(worker, {}))
-        if self._carrying is not None:
-            self._carrying.begin(worker)
+        if self._collate is not None:
+            self._collate.begin(worker)
             info = get_worker_info()
             if info is not None and isinstance(info.dataset, IterableDataset) and parent_process() is not None:
-                _carrying[:] = [self._carrying]
-                replace_worker_messages(Again, Ended)
+                _sending[:] = [self._collate]
+                replace_worker_messages(PassBegun, PassEnded)
 
 
-def outlive_signals() -> None:
-    """Leave it to the main process when to end: it may still want the batches of the update in hand."""
+def leave_signals_to_main() -> None:
+    """Ignore signals: the main process may need more batches for the update in progress."""
     for number in SIGNALS:
-        signal.signal(number, _survive if number == signal.SIGTERM else signal.SIG_IGN)
+        signal.signal(number, _delay_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
         signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
 
 
-def _survive(number: int, _: Any) -> None:
+def _delay_sigterm(number: int, _: Any) -> None:
     signal.signal(number, signal.SIG_DFL)
     if hasattr(signal, "setitimer"):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        signal.setitimer(signal.ITIMER_REAL, SURVIVES)
+        signal.setitimer(signal.ITIMER_REAL, SIGTERM_DELAY)
     else:
         os.kill(os.getpid(), number)
 
@@ -434,38 +433,41 @@ def _restore_states(state: State) -> None:
 
 _MOST_ROWS = 16
 _SHARED_MEMORY = "/dev/shm"
-_ASIDE = "num_workers=0 fetches these rows in this process, where a debugger and the whole traceback are at hand"
+_NO_WORKERS = "num_workers=0 fetches these rows in this process, with a debugger and the complete traceback"
 
 
-def explain_worker_error(error: Exception, *, pids: Sequence[int], worker: int | None, asked: Sequence[Any]) -> None:
-    """Add one note to an error; its type, text and traceback stay.
+def explain_worker_error(
+    error: Exception, *, pids: Sequence[int], worker: int | None, requested: Sequence[Any]
+) -> None:
+    """Add one note to an error, whose type, text and traceback stay as they are.
 
-    `asked` are the rows of the batch that was waited for, and of those that the same worker was asked for after it.
+    `requested`: the rows of the batch that was waited for, and of the later batches of the same worker.
     """
     if any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
         return
-    what, why, fix = _cause(_told(error))
+    what, why, fix = _cause(_text_of(error))
     known = worker is not None and 0 <= worker < len(pids)
     who = f"loader worker {worker} of {len(pids)} (pid {pids[worker]})" if known and worker is not None else "a worker"
-    rows = "; then ".join(_shown(rows) for rows in asked[:4] if rows is not None)
+    rows = "; then ".join(_rows_text(rows) for rows in requested[:4] if rows is not None)
     lines = [f"{NOTE}{who} {what}"]
     lines += [f"  {label:<9}{text}" for label, text in (("rows", rows), ("why", why), ("fix", fix)) if text]
     error.add_note("\n".join(lines))
 
 
 def worker_in_message(error: Exception, pids: Sequence[int], *, waited: int | None) -> int | None:
-    """The number of the worker that an error speaks of by its pid; `waited` where it speaks of none."""
-    named = [int(pid) for pids in re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _told(error)) for pid in pids.split(",")]
+    """Return the number of the worker whose pid is in the message of an error; `waited` where no pid is."""
+    lists = re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _text_of(error))
+    named = [int(pid) for pids in lists for pid in pids.split(",")]
     if not named:
         return waited
     return next((pids.index(pid) for pid in named if pid in pids), None)
 
 
 def release_frames(error: Exception) -> None:
-    """Let an error that was sent by a worker go as soon as nobody holds it.
+    """Clear the frame in which torch raises an error of a worker, so that the error is freed with its last reference.
 
-    torch raises it in a frame that holds it, and so the iterator with its workers: it would stay until a collection,
-    which takes the queues first, and then waits for workers that hear nothing any more.
+    The frame refers to the error, and the error to the iterator with its workers: in this cycle they would live until a
+    garbage collection, which closes the queues first and then joins workers that receive no end.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -474,38 +476,38 @@ def release_frames(error: Exception) -> None:
         trace = trace.tb_next
 
 
-def _told(error: Exception) -> str:
-    """What torch says: the signal that it has heard of stands in the cause."""
+def _text_of(error: Exception) -> str:
+    """Return torch's message, and that of its cause, which names the signal."""
     return f"{error} {error.__cause__ or ''}"
 
 
 def _cause(text: str) -> tuple[str, str, str]:
-    """What happened to the worker, why, and what to do."""
+    """Return what happened to the worker, the reason, and a fix."""
     by_hand = "DataLoader worker (pid" in text
     if any(part in text for part in ("shared memory", "Bus error", "</torch_")):
         smaller = "fewer num_workers, a smaller prefetch_factor or smaller batches"
         fix = f"a larger {_SHARED_MEMORY} (in a container: docker run --shm-size=8g, or --ipc=host), or {smaller}"
-        return "ran out of shared memory", _room(), fix
+        return "ran out of shared memory", _shared_memory_left(), fix
     if "timed out after" in text:
-        fix = f"{_ASIDE}; DataLoader(timeout=...) waits longer"
+        fix = f"{_NO_WORKERS}; DataLoader(timeout=...) waits longer"
         return "gave no batch in time", "it hangs: a lock held when it was forked, or a file system or a network", fix
     if by_hand and "signal: Killed" in text:
-        why = "SIGKILL, which mostly is the system's when memory runs out (dmesg tells)"
+        why = "SIGKILL, mostly by the system when memory runs out (see dmesg)"
         return "was killed", why, "fewer num_workers or a smaller prefetch_factor"
     if by_hand:
-        return "died", "something in the data set's code, or a signal, ended the process", _ASIDE
-    return "raised this error", "", _ASIDE
+        return "died", "something in the data set's code, or a signal, ended the process", _NO_WORKERS
+    return "raised this error", "", _NO_WORKERS
 
 
-def _room() -> str:
+def _shared_memory_left() -> str:
     if not hasattr(os, "statvfs") or not os.path.isdir(_SHARED_MEMORY):
         return "batches go to this process through shared memory, and there was not enough of it"
     room = os.statvfs(_SHARED_MEMORY)
-    free, whole = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
-    return f"batches go to this process through {_SHARED_MEMORY}: {free >> 20:,} MB of {whole >> 20:,} MB are free now"
+    free, size = room.f_bavail * room.f_frsize, room.f_blocks * room.f_frsize
+    return f"batches go to this process through {_SHARED_MEMORY}: {free >> 20:,} MB of {size >> 20:,} MB are free now"
 
 
-def _shown(rows: Any) -> str:
+def _rows_text(rows: Any) -> str:
     rows = getattr(rows, "rows", rows)
     if not isinstance(rows, Iterable) or isinstance(rows, str | bytes):
         return str(rows)[:200]
@@ -515,21 +517,21 @@ def _shown(rows: Any) -> str:
 _END = object()
 
 
-def looked_at(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[Any]:
-    """The batches as they come, in turn from `workers`; a warning where the first two of each are those of all.
+def warn_of_duplicates(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[Any]:
+    """Yield the batches; warn where the first two batches of every worker are the same as those of all others.
 
-    Both rounds must be equal bit for bit, and differ from each other, as no data do that merely repeat a batch.
+    Each round must be equal bit for bit, and the two rounds must differ: data may repeat one batch on purpose.
     """
     rounds: list[Any] = []
     for place in range(2 * workers):
         batch = next(batches, _END)
         if batch is _END:
             return
-        alike = bool(place % workers) and same_bits(batch, rounds[-1])
+        equal = bool(place % workers) and same_bits(batch, rounds[-1])
         if not place % workers:
             rounds.append(batch)
         yield batch
-        if place % workers and not alike:
+        if place % workers and not equal:
             break
     else:
         if not same_bits(*rounds):
@@ -543,7 +545,7 @@ def looked_at(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[An
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Whether two nested batches are alike in every type, shape, stride and bit; False where that is not known."""
+    """Return whether two nested batches are equal in every type, shape, stride and bit; False for unknown types."""
     return type(one) is type(other) and _same(one, other)
 
 
@@ -551,8 +553,8 @@ def _same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return _same_tensors(one, other)
     if isinstance(one, np.ndarray | np.generic):
-        alike = one.dtype == other.dtype and one.dtype != object and one.shape == other.shape
-        return alike and one.tobytes() == other.tobytes()
+        equal = one.dtype == other.dtype and one.dtype != object and one.shape == other.shape
+        return equal and one.tobytes() == other.tobytes()
     if isinstance(one, Mapping):
         return list(one) == list(other) and all(same_bits(one[key], other[key]) for key in one)
     if isinstance(one, list | tuple):
@@ -566,8 +568,8 @@ def _same(one: Any, other: Any) -> bool:
 def _same_tensors(one: Tensor, other: Tensor) -> bool:
     if one.layout is not torch.strided or other.layout is not torch.strided:
         return False
-    alike = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    return alike and torch.equal(_bits(one), _bits(other))
+    equal = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+    return equal and torch.equal(_bits(one), _bits(other))
 
 
 def _bits(tensor: Tensor) -> Tensor:

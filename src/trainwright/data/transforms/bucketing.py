@@ -1,4 +1,4 @@
-"""`bucketed(...)`: batches of rows of neighboring lengths, so that little of a batch is padding."""
+"""`bucketed(...)`: batches of rows of neighboring lengths, with little padding."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.data.arrays import Table, TableRows
 from trainwright.data.row_batches import Batches, BatchSettings
-from trainwright.data.seeded import SeededRows, mixed_seed, rows_of
+from trainwright.data.seeded import SeededRows, mixed_seed, open_rows
 
 _STREAM = 3
-"""Seeds the order beside seed and epoch, apart from that of `batches`."""
+"""Mixed with seed and epoch into the seed of the order, so that it differs from that of `batches`."""
 
 
 @suggests
@@ -49,7 +49,7 @@ def bucketed(
     """
     if collate is not None and not callable(collate):
         raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")
-    rows = rows_of(data, collate)
+    rows = open_rows(data, collate)
     buckets = Buckets(lengths=_lengths_of(rows, lengths), batch_size=batch_size, tokens=tokens, slack=slack)
     if drop_last and tokens is not None:
         raise SettingError("bucketed(drop_last=True, tokens=...)", want="one of the two: all batches but one are full")
@@ -169,18 +169,18 @@ class Bucketed(Batches):
     def note(self) -> str:
         """A line for the header."""
         if self._padding is None:
-            self._padding = f"{self.padding():.1%} of what a batch holds is padding, {self.padding_mixed():.1%} without"
+            self._padding = f"{self.padding():.1%} of a batch is padding, {self.padding_mixed():.1%} without"
         return f"bucketed by length: {self._padding}"
 
     def describe(self) -> str:
         """Return rows, batch size and order."""
         return f"{super().describe()}, by length"
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
         buckets = self._buckets
         lengths = f"{zlib.crc32(buckets.lengths.numpy().tobytes()):08x}"
-        return {**super().facts(), "tokens": buckets.tokens, "slack": buckets.slack, "lengths": lengths}
+        return {**super().fingerprint(), "tokens": buckets.tokens, "slack": buckets.slack, "lengths": lengths}
 
     @property
     def in_memory(self) -> bool:

@@ -1,4 +1,4 @@
-"""`Normalize(mean, std)`: a layer that normalizes images by channel, where the model lies."""
+"""`Normalize(mean, std)`: a layer that normalizes images by channel, on the device of the model."""
 
 from __future__ import annotations
 

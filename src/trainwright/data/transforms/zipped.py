@@ -13,10 +13,10 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import rng_preserved, seed
 from trainwright.core.suggestions import did_you_mean
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.data.opening import mark, open_source, takes_batch_size
+from trainwright.data.opening import mark_as_own_part, open_source, takes_batch_size
 from trainwright.data.row_batches import Batches
 from trainwright.data.seeded import mixed_seed
-from trainwright.data.source import TOGETHER, Source, check_facts, check_kind, shallow_copy
+from trainwright.data.source import TOGETHER, Source, check_fingerprint, check_kind, shallow_copy
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard, Slice
 
@@ -26,9 +26,9 @@ LENGTHS = ("longest", "shortest")
 def together(*, length: str = "longest", **loaders: Any) -> Together:
     """Zip several loaders: each batch is a dict of one batch of each, by their names.
 
-    `loaders` are whatever `train` may be, by keywords. One of them gives the epoch, anew each time: the "longest", the
+    `loaders` are data of any form that `train` takes, by keywords. One of them sets the epoch: the "longest", the
     "shortest", or the one that `length` names. The others continue from epoch to epoch where they stopped, and begin
-    their next pass when they end, so that each of their rows has its turn. A batch counts as many rows as that of the
+    their next pass when they end, so that each of their rows is used. A batch counts as many rows as that of the
     first loader; a step whose loss is a mean over something else returns `MeanLoss` or `SumLoss` with its own count.
     SettingError for fewer than two loaders, for names that cannot be keywords, and for one loader under two names.
     """
@@ -40,9 +40,9 @@ class Together:
 
     def __init__(self, loaders: Mapping[str, Any], length: str) -> None:
         self.loaders = {name: copy(one) if isinstance(one, Batches) else one for name, one in loaders.items()}
-        """Those that `batches` made are copies: the originals may be read elsewhere too."""
+        """Results of `batches` are copied: the originals may be read elsewhere too."""
         self.length = length
-        self._by_hand: Source | None = None
+        self._own_source: Source | None = None
         self._passes = 0
         _check_loaders(loaders)
         if length not in (*LENGTHS, *loaders):
@@ -64,8 +64,8 @@ class Together:
         return self._opened().epoch(self._passes - 1)
 
     def source(self, *, batch_size: int | None, shuffle: bool, role: str) -> Source:
-        """Return the source of a run; `batch_size` is for those loaders that are rows."""
-        none_takes_it = not any(map(takes_batch_size, self.loaders.values()))  # then the first refuses it
+        """Return the source of a run; `batch_size` is for the loaders that are data sets of rows."""
+        none_takes_it = not any(map(takes_batch_size, self.loaders.values()))  # then the first loader refuses it
         sources = {
             name: open_source(
                 data,
@@ -78,18 +78,18 @@ class Together:
         return Zip(sources, length=self.length, role=role)
 
     def _opened(self) -> Source:
-        if self._by_hand is None:
-            other = Together(self.loaders, self.length)  # a run may read these
-            self._by_hand = other.source(batch_size=None, shuffle=False, role="train")
-        return self._by_hand
+        if self._own_source is None:
+            other = Together(self.loaders, self.length)  # a run may read the loaders of this one
+            self._own_source = other.source(batch_size=None, shuffle=False, role="train")
+        return self._own_source
 
 
 class Zip(Source):
-    """The sources of several loaders, read in step.
+    """The sources of several loaders, read together: one batch of each at a time.
 
-    The leader gives the epoch and is read as it is alone. The others are `Continuing`. Where the order of a pass can be
-    drawn at its start, it is drawn from a random state that follows from the one before: any number of ranks draw the
-    same order.
+    The leader sets the epoch and is read as it would be alone. The others are `Continuing`. Where the order of a pass
+    can be drawn at its start, it is drawn from a random state that follows from the last one: any number of ranks draw
+    the same order.
     """
 
     def __init__(self, sources: dict[str, Source], *, length: str, role: str) -> None:
@@ -115,15 +115,15 @@ class Zip(Source):
         iterators = {self._leader: self._streams[self._leader].epoch(epoch, skip)}
         self._measure()  # a function of the epoch may return more or fewer batches
         for index, (name, stream) in enumerate(self._streams.items()):
-            if name in self._dealt:
-                with rng_preserved():  # the first pass of each loader is drawn from a random state of its own
+            if name in self._sliced:
+                with rng_preserved():  # the first pass of each loader has a random state of its own
                     seed(mixed_seed(drawn, index))
                     iterators[name] = stream.epoch(epoch, skip)
             elif name != self._leader:
                 iterators[name] = stream.epoch(epoch, skip)
         return self._zipped(iterators)
 
-    def deal(self, part: Shard | None) -> None:
+    def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
 
         DataError where some loaders are each rank's own part and others are not, and where a batch of one has rows for
@@ -131,16 +131,16 @@ class Zip(Source):
         """
         self._part = part
         for one in self._sources.values():
-            one.deal(part)
+            one.shard(part)
         if part is not None:
             self._check_parts(part)
-        self._deal_streams()
+        self._shard_streams()
         self._measure()
 
-    def beside(self) -> Zip:
-        """Return a copy for a pass beside training, which reads the loaders from their start."""
+    def independent_copy(self) -> Zip:
+        """Return a copy for a pass apart from training, which reads the loaders from their start."""
         other = shallow_copy(self)
-        other._sources = {name: one.beside() for name, one in self._sources.items()}
+        other._sources = {name: one.independent_copy() for name, one in self._sources.items()}
         other._open_streams()
         return other
 
@@ -151,18 +151,21 @@ class Zip(Source):
 
     def position(self) -> dict[str, Any]:
         """Return the positions of all loaders."""
-        return {"facts": self.facts(), "loaders": {name: one.position() for name, one in self._streams.items()}}
+        return {
+            "fingerprint": self.fingerprint(),
+            "loaders": {name: one.position() for name, one in self._streams.items()},
+        }
 
     def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
         """Continue at saved positions; DataError where the loaders are not those of the save."""
         check_kind(position, TOGETHER)
         what = "the loaders are not those of when the state was saved"
-        check_facts(self.facts(), position["facts"], what=what, fix="write together(...) as it was")
+        check_fingerprint(self.fingerprint(), position["fingerprint"], what=what, fix="write together(...) as it was")
         saved = position["loaders"]
         lines = {name: one.seek(saved[name], other_size=other_size, ended=ended) for name, one in self._streams.items()}
-        return _joined(lines)
+        return _join_lines(lines)
 
-    def facts(self) -> dict[str, Any]:
+    def fingerprint(self) -> dict[str, Any]:
         """Return the properties that must not change between a save and a resume, beside those of each loader."""
         return {"loaders": ", ".join(self._sources), "epochs of": self._leader}
 
@@ -198,28 +201,28 @@ class Zip(Source):
             one.must_resume = must
 
     @property
-    def resumes(self) -> str:
+    def resume_caveat(self) -> str:
         """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
-        return _joined({name: one.resumes for name, one in self._sources.items()}) or ""
+        return _join_lines({name: one.resume_caveat for name, one in self._sources.items()}) or ""
 
     @property
     def other_size_note(self) -> str | None:
         """A line on what differs after a resume on another number of ranks; None where nothing does."""
-        return _joined({name: one.other_size_note for name, one in self._sources.items()})
+        return _join_lines({name: one.other_size_note for name, one in self._sources.items()})
 
     @property
-    def sharded(self) -> bool:
+    def is_own_part(self) -> bool:
         """Whether the batches are this rank's own part already."""
-        return all(one.sharded for one in self._sources.values())
+        return all(one.is_own_part for one in self._sources.values())
 
-    @sharded.setter
-    def sharded(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
+    @is_own_part.setter
+    def is_own_part(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
         assert sharded
         for one in self._sources.values():
-            mark(one, self._role)
+            mark_as_own_part(one, self._role)
 
     def _leading(self, length: str) -> str:
-        """Return the name of the loader that gives the epoch."""
+        """Return the name of the loader that sets the epoch."""
         if length not in LENGTHS:
             return length
         lengths = {name: one.length for name, one in self._sources.items()}
@@ -228,7 +231,7 @@ class Zip(Source):
                 raise DataError(
                     f"{self._role} data: together(length={length!r}), and {name} has no length",
                     have=self._sources[name].describe(),
-                    want="loaders with a length, or the name of the one that gives the epoch",
+                    want="loaders with a length, or the name of the one that sets the epoch",
                     fix=f"together(..., length={next((n for n in lengths if lengths[n] is not None), name)!r})",
                 )
         choose = max if length == "longest" else min
@@ -238,30 +241,30 @@ class Zip(Source):
         self._streams: dict[str, Any] = {
             name: one if name == self._leader else Continuing(one) for name, one in self._sources.items()
         }
-        self._deal_streams()
+        self._shard_streams()
 
-    def _deal_streams(self) -> None:
-        """Deal all streams but the leader to the ranks; on a single one those that draw a pass at its start then."""
-        self._dealt = set()
+    def _shard_streams(self) -> None:
+        """Shard all streams but the leader over the ranks; on a single rank those that draw a pass at its start."""
+        self._sliced = set()
         """Names of the streams that yield slices."""
         for name, stream in self._streams.items():
             if name == self._leader:
                 continue
             if self._part is not None:
-                stream.deal(self._part)
-                self._dealt.add(name)
-            elif _draws_complete_passes(self._sources[name]) and _deals_to_one(stream):
-                self._dealt.add(name)
+                stream.shard(self._part)
+                self._sliced.add(name)
+            elif _draws_complete_passes(self._sources[name]) and _sharded_to_one_rank(stream):
+                self._sliced.add(name)
 
     def _measure(self) -> None:
-        """Set batches of an epoch, and rows: those of the first loader, where it gives the epoch."""
+        """Set batches of an epoch, and rows: those of the first loader, where it is the leader."""
         leader, first = self._sources[self._leader], next(iter(self._sources))
         self.length = leader.length
         self.rows = leader.rows if self._leader == first else None
         self.batch_size = self._sources[first].batch_size
 
     def _zipped(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
-        """Yield one batch of each; nothing is taken of the others where the leader has none."""
+        """Yield one batch of each; none is taken from the others where the leader has ended."""
         others = [(name, iterators[name]) for name in self._sources if name != self._leader]
         empty = dict.fromkeys(self._sources)
         for batch in iterators[self._leader]:
@@ -269,7 +272,7 @@ class Zip(Source):
             if self._part is not None:
                 yield self._slice(self._part, given)
             else:
-                yield {name: one.batch if name in self._dealt else one for name, one in given.items()}
+                yield {name: one.batch if name in self._sliced else one for name, one in given.items()}
 
     def _next(self, name: str, stream: Iterator[Any]) -> Any:
         for batch in stream:
@@ -285,12 +288,12 @@ class Zip(Source):
         return Slice({name: one.batch for name, one in given.items()}, first.rows, first.all_rows)
 
     def _check_parts(self, part: Shard) -> None:
-        marks = {name: one.sharded for name, one in self._sources.items()}
+        marks = {name: one.is_own_part for name, one in self._sources.items()}
         if len(set(marks.values())) > 1:
             raise DataError(
-                f"{self._role} data: of the loaders that are read together some are each process's own part",
-                have=", ".join(f"{name}: {'its own' if own else 'dealt'}" for name, own in marks.items()),
-                want="all of them dealt, or all of them marked",
+                f"{self._role} data: some of the loaders that are read together are each process's own part",
+                have=", ".join(f"{name}: {'its own' if own else 'shared'}" for name, own in marks.items()),
+                want="all of them shared by the processes, or all of them marked",
                 fix="together(a=sharded(...), b=sharded(...))",
             )
         if len({(one.rows, one.batch_size) for one in self._sources.values()}) == 1:
@@ -323,25 +326,25 @@ def _check_loaders(loaders: Mapping[str, Any]) -> None:
     names = {id(data): name for name, data in reversed(list(loaders.items()))}
     for name, data in loaders.items():
         if names[id(data)] != name:
-            what = f"together({names[id(data)]}=..., {name}=...) are one loader"
+            what = f"together({names[id(data)]}=..., {name}=...) are the same loader"
             raise SettingError(what, want="a loader of its own for each name")
 
 
 def _draws_complete_passes(source: Any) -> bool:
-    """Return whether the order of a pass can be drawn at its start, and its batches need not be cut."""
+    """Return whether the order of a pass can be drawn at its start, and its batches need no slicing."""
     if isinstance(source, LoaderBatches):
-        return source.length is not None and source.by_numbers
+        return source.length is not None and source.fetches_by_index
     return isinstance(source, Batches) and source.length is not None
 
 
-def _deals_to_one(stream: Continuing) -> bool:
-    """Deal a stream to one rank; return False where its sampler deals to several already."""
+def _sharded_to_one_rank(stream: Continuing) -> bool:
+    """Shard a stream over one rank; return False where its sampler shards rows itself."""
     try:
-        stream.deal(Shard(0, 1))
+        stream.shard(Shard(0, 1))
     except DataError:
         return False
     return True
 
 
-def _joined(lines: Mapping[str, str | None]) -> str | None:
+def _join_lines(lines: Mapping[str, str | None]) -> str | None:
     return "; ".join(f"{name}: {line}" for name, line in lines.items() if line) or None

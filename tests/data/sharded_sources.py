@@ -215,7 +215,7 @@ def generators_of(source: Any) -> list[Any]:
 def opened(make: Callable[[], Any], part: Shard) -> Any:
     starts()
     source: Any = open_source(make())
-    source.deal(part)
+    source.shard(part)
     return source
 
 

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import ALL, LOADERS, Alone, joined, opened, read, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from sharded_sources import ALL, LOADERS, Alone, joined, opened, read, rows_of
 from sources import committed
 
 from trainwright.data.opening import batches, open_source
@@ -35,12 +35,12 @@ def test_slices_of_all_processes_are_the_batch_of_one(name: str, size: int) -> N
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_what_a_dealt_source_tells_of_the_whole_is_as_on_one_process(name: str) -> None:
-    alone, dealt = open_source(ALL[name]()), opened(ALL[name], Shard(1, 3))
+def test_what_a_sharded_source_tells_of_the_whole_is_as_on_one_process(name: str) -> None:
+    alone, sharded = open_source(ALL[name]()), opened(ALL[name], Shard(1, 3))
     for told in ("length", "rows", "batch_size", "repeatable", "draws_global_rng"):
-        assert getattr(dealt, told) == getattr(alone, told), told
-    assert dealt.facts() == alone.facts()
-    assert set(dealt.position()) == set(alone.position())
+        assert getattr(sharded, told) == getattr(alone, told), told
+    assert sharded.fingerprint() == alone.fingerprint()
+    assert set(sharded.position()) == set(alone.position())
 
 
 @pytest.mark.sample(20)
@@ -64,14 +64,14 @@ def test_a_resume_goes_on_with_the_batches_of_one_process(name: str, skip: int, 
 
 
 @pytest.mark.parametrize("name", ["shuffled", "rows", "generator, 0", "generator, 2 persistent", "sized", "per epoch"])
-def test_a_pass_beside_stays_dealt(name: str) -> None:
+def test_an_independent_copy_stays_sharded(name: str) -> None:
     alone = Alone(ALL[name])
     ranks = []
     for rank in range(2):
         source = opened(ALL[name], Shard(rank, 2))
         training = source.epoch(0)
         next(training)
-        ranks.append(read(source.beside(), alone.begun[0], epoch=0, rank=rank))
+        ranks.append(read(source.independent_copy(), alone.begun[0], epoch=0, rank=rank))
         assert isinstance(next(training), Slice)
     assert [joined(list(slices)) for slices in zip(*ranks, strict=True)] == alone.table[0]
 
@@ -93,7 +93,7 @@ def test_parts_are_even_slices_in_order_without_a_gap(rows: int, size: int, leas
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(1, 40), st.integers(1, 12), st.integers(1, 4), st.integers(1, 2), st.booleans(), st.integers(-9, 9))
-def test_any_table_is_dealt_without_a_row_twice(
+def test_any_table_is_sharded_without_a_row_twice(
     rows: int, batch: int, size: int, least: int, shuffle: bool, seed: int
 ) -> None:
     def make() -> Any:
@@ -144,7 +144,7 @@ def test_the_workers_of_each_process_draw_for_themselves_and_those_of_the_first_
     assert len({noise[0].item() for noise in drawn}) == 3
 
 
-def test_who_iterates_dealt_batches_by_hand_gets_whole_ones() -> None:
+def test_who_iterates_sharded_batches_by_hand_gets_whole_ones() -> None:
     made = batches((torch.arange(10),), 4)
     opened(lambda: made, Shard(1, 2))
     assert [rows_of(batch) for batch in made] == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
@@ -164,7 +164,7 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
         return batches((torch.arange(20),), per_rank=4)
 
     alone = open_source(make())
-    assert (alone.batch_size, alone.length, alone.facts()["processes"]) == (4, 5, 1)
+    assert (alone.batch_size, alone.length, alone.fingerprint()["processes"]) == (4, 5, 1)
     ranks = [opened(make, Shard(rank, 2)) for rank in range(2)]
     assert (ranks[0].batch_size, ranks[0].length, ranks[0].rows) == (8, 3, 20)
     assert ranks[0].describe() == "20 rows in batches of 8 = 2 x 4 from memory, in order"
@@ -173,7 +173,7 @@ def test_per_rank_counts_the_rows_of_each_process() -> None:
         make().seek(ranks[0].position())
 
 
-def test_per_rank_that_leaves_no_batch_is_refused_when_it_is_dealt() -> None:
+def test_per_rank_that_leaves_no_batch_is_refused_when_it_is_sharded() -> None:
     made = batches((torch.arange(10),), per_rank=4, drop_last=True)
     with pytest.raises(ValueError, match="drop_last=True leaves 0 batches"):
-        made.deal(Shard(0, 3))
+        made.shard(Shard(0, 3))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from dealt import opened
 from passes import Augmented, Mixed, rest, resumed, trained
+from sharded_sources import opened
 from sources import committed, generator
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 from torch.utils.data.distributed import DistributedSampler
@@ -27,7 +27,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 class OfProcess:
-    """A dealt source whose slices are read as batches."""
+    """A sharded source whose slices are read as batches."""
 
     def __init__(self, make: Any, *, rank: int = 1, size: int = 2) -> None:
         self.source = opened(make, Shard(rank, size))

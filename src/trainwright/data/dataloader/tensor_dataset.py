@@ -1,4 +1,4 @@
-"""A user's loader of tensors in memory, recognised: its own order and draws, and one `index_select` per batch."""
+"""A `DataLoader` over a `TensorDataset`: torch's order and draws, and one `index_select` for each batch."""
 
 from __future__ import annotations
 
@@ -34,38 +34,38 @@ from trainwright.core.torch_private import (
 )
 from trainwright.data.arrays import Table
 
-_WHOLE = frozenset({int, np.int32, np.int64})
-"""Types of row numbers by which a tensor gives one row, whatever stands beside them in a list."""
+_INTEGERS = frozenset({int, np.int32, np.int64})
+"""Types by which a tensor is indexed row by row, in a list of any of them."""
 
 
-def from_memory(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
-    """The batches of torch's `iterator` over a loader, bit for bit, without Python code per row.
+def index_select_batches(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
+    """Return the batches of torch's `iterator` over a loader, bit for bit, without Python code per row.
 
-    Where `loader` is a `DataLoader` itself, of a `TensorDataset` or subsets of one, with torch's collate function and
-    neither workers nor pinned memory; else `iterator` as it is. torch has begun the pass: its draws are made, and the
-    row numbers are pulled out of the sampler that it would pull them out of.
+    `loader` is a plain `DataLoader` over a `TensorDataset`, or subsets of one, with torch's collate function, without
+    workers and pinned memory; any other `iterator` is returned as it is. torch has begun the pass: its first draws are
+    made, and the row indices come from its own iterator over the sampler.
     """
     fetcher: Any = host_fetcher(iterator) if type(loader) is DataLoader else None
-    if fetcher is None or not fetcher.auto_collation or not _joins(fetcher.collate_fn):
+    if fetcher is None or not fetcher.auto_collation or not _is_default_collate(fetcher.collate_fn):
         return iterator
-    table = tensors_of(fetcher.dataset)
+    table = tensor_table(fetcher.dataset)
     if table is None:
         return iterator
     given: Any = loader.batch_sampler
     if index_sampler_of(iterator) is given and type(given) is BatchSampler and _is_known(given.sampler, len(table)):
-        return chain.from_iterable(_passed(table, given))
-    return map(_Rows(table, fetcher), sampler_iterator_of(iterator))
+        return chain.from_iterable(_replay_pass(table, given))
+    return map(_FetchRows(table, fetcher), sampler_iterator_of(iterator))
 
 
-def tensors_of(data: Any) -> Table | None:
-    """The table of a `TensorDataset` or of subsets of one, whose batches are what torch joins out of its rows.
+def tensor_table(data: Any) -> Table | None:
+    """Return the table of a `TensorDataset` or of subsets of one, whose batches are those that torch collates.
 
-    None for other data, and where a batch by `index_select` could differ in anything: memory format, gradients,
-    subclasses of tensors, row numbers that are none.
+    None for other data, and where a batch by `index_select` could differ: memory format, gradients, subclasses of
+    tensors, indices out of range.
     """
     if type(data) is Subset:
-        inner = tensors_of(data.dataset)
-        at = None if inner is None else _positions(data.indices, len(inner))
+        inner = tensor_table(data.dataset)
+        at = None if inner is None else _subset_indices(data.indices, len(inner))
         return None if inner is None or at is None else inner.part(at)
     if type(data) is not TensorDataset or hasattr(data, "__getitems__"):
         return None
@@ -75,8 +75,8 @@ def tensors_of(data: Any) -> Table | None:
     return Table(columns, list)  # torch's default collate function makes a list of the columns
 
 
-def _joins(collate: Any) -> bool:
-    """Whether it is torch's collate function, and joins tensors as torch made it to: users may add to its map."""
+def _is_default_collate(collate: Any) -> bool:
+    """Return whether it is torch's collate function with torch's rule for tensors: users may add to its map."""
     known = default_collate_fn_map
     if collate is not default_collate or known.get(Tensor) is not collate_tensor_fn:
         return False
@@ -88,7 +88,7 @@ def _is_plain(column: Any) -> bool:
         return False
     if column.is_nested or column.is_quantized or column.is_conj() or column.is_neg() or not column.ndim:
         return False
-    # By their strides convolutions and products choose how they add up.
+    # Convolutions and matrix products choose their order of additions by the strides.
     wanted = 1
     for size, stride in zip(reversed(column.shape), reversed(column.stride()), strict=True):
         if stride != wanted:
@@ -97,18 +97,18 @@ def _is_plain(column: Any) -> bool:
     return True
 
 
-def _positions(indices: Any, rows: int) -> Tensor | None:
-    """The row numbers of a subset, from 0; None where they are of another kind, or none of `rows` is meant."""
-    at = _numbers(indices)
+def _subset_indices(indices: Any, rows: int) -> Tensor | None:
+    """Return the indices of a subset, counted from 0; None where they are no integers, or out of range."""
+    at = _as_indices(indices)
     if at is None or not bool(((at >= -rows) & (at < rows)).all()):
         return None
     return torch.where(at < 0, at + rows, at)
 
 
-def _numbers(rows: Any) -> Tensor | None:
-    """Row numbers as a tensor, int64 on the CPU; None where they are of another kind, or there are none."""
+def _as_indices(rows: Any) -> Tensor | None:
+    """Return row indices as a tensor, int64 on the CPU; None where they are no integers, and for an empty list."""
     if isinstance(rows, list | tuple | range):
-        if not rows or not _WHOLE.issuperset(map(type, rows)):
+        if not rows or not _INTEGERS.issuperset(map(type, rows)):
             return None
         try:
             return torch.frombuffer(array("q", rows), dtype=torch.int64)
@@ -121,97 +121,97 @@ def _numbers(rows: Any) -> Tensor | None:
     return numbers if plain and numbers.ndim == 1 and len(numbers) else None
 
 
-class _Rows:
-    """Gives the batch of the row numbers that a sampler gave; those that a tensor takes otherwise are torch's."""
+class _FetchRows:
+    """Fetches batches by `index_select`; torch fetches those whose indices a tensor would treat otherwise."""
 
     def __init__(self, table: Table, fetcher: Any) -> None:
         self._table = table
         self._fetcher = fetcher
         self._checks = table.columns[0].device.type != "cpu"
-        """Whether a number that is none would be met on a device, too late."""
+        """Whether to check the range first: on a device the error of an index comes too late."""
 
     def __call__(self, rows: Any) -> Any:
-        """The batch of `rows`."""
-        numbers = _numbers(rows)
-        if numbers is None or (self._checks and not self._are_there(numbers)):
+        """Return the batch of `rows`."""
+        numbers = _as_indices(rows)
+        if numbers is None or (self._checks and not self._are_in_range(numbers)):
             return self._fetcher.fetch(rows)
         try:
             return self._table.take(numbers)
-        except IndexError:  # below 0, or beyond the end: what torch gives, or its own error
+        except IndexError:  # negative or out of range: torch's own result or error
             return self._fetcher.fetch(rows)
 
-    def _are_there(self, numbers: Tensor) -> bool:
+    def _are_in_range(self, numbers: Tensor) -> bool:
         least, most = numbers.aminmax()
         return int(least) >= 0 and int(most) < len(self._table)
 
 
-class _Drawn(NamedTuple):
-    """What a sampler of torch's gives in a pass."""
+class _Order(NamedTuple):
+    """The draws of one of torch's samplers in a pass."""
 
     order: Tensor | None
-    """The row numbers; None: all of them as they come."""
+    """The row indices; None: all rows in order."""
     rows: int
     generator: torch.Generator | None = None
-    """What it draws an order from once more when it is asked for more rows than there are."""
+    """The generator of a second order, which torch draws where more rows are requested than there are."""
 
 
-def _drawn(sampler: Any) -> _Drawn:
-    """Draw what a known sampler draws when its first row is pulled."""
+def _draw_order(sampler: Any) -> _Order:
+    """Make the draws of a known sampler at its first row."""
     if type(sampler) is SequentialSampler:
-        return _Drawn(None, len(sampler))
+        return _Order(None, len(sampler))
     if type(sampler) is WeightedRandomSampler:
         weights: Any = sampler.weights
         order = torch.multinomial(weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
-        return _Drawn(order, sampler.num_samples)
+        return _Order(order, sampler.num_samples)
     if type(sampler) is SubsetRandomSampler:
-        indices = _numbers(sampler.indices)
+        indices = _as_indices(sampler.indices)
         assert indices is not None
         order = torch.randperm(len(indices), generator=sampler.generator)
-        return _Drawn(indices.index_select(0, order), len(indices))
+        return _Order(indices.index_select(0, order), len(indices))
     rows, generator = len(sampler.data_source), sampler.generator
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return _Drawn(torch.randperm(rows, generator=generator), rows, sampler.generator)
+    return _Order(torch.randperm(rows, generator=generator), rows, sampler.generator)
 
 
-def _passed(table: Table, given: BatchSampler) -> Iterator[Iterator[Any]]:
-    """A pass over the batches of a known sampler, which draws where torch's does: at the first pull, and the last."""
-    drawn, size = _drawn(given.sampler), given.batch_size
+def _replay_pass(table: Table, given: BatchSampler) -> Iterator[Iterator[Any]]:
+    """Yield the batches of a known sampler, and draw where torch's sampler does: at the first row, after the last."""
+    drawn, size = _draw_order(given.sampler), given.batch_size
     full = drawn.rows // size * size
     yield table.batches(drawn.order, size, range(full))
-    if drawn.generator is not None:  # the short last batch asks for more, or the end does
+    if drawn.generator is not None:  # torch draws again for the short last batch, or at the end
         torch.randperm(drawn.rows, generator=drawn.generator)
     if full < drawn.rows and not given.drop_last:
         yield table.batches(drawn.order, size, range(full, drawn.rows))
 
 
 def _is_known(sampler: Any, rows: int) -> bool:
-    """Whether this module draws what the sampler draws, and all that it gives are numbers of `rows` rows."""
+    """Return whether this module can make the draws of the sampler, and all its indices are below `rows`."""
     kind: Any = type(sampler)
     if kind is WeightedRandomSampler:
         fits = len(sampler.weights) <= rows
     elif kind is SequentialSampler:
         fits = len(sampler) <= rows
     elif kind is SubsetRandomSampler:
-        indices = _numbers(sampler.indices)
+        indices = _as_indices(sampler.indices)
         fits = indices is not None and int(indices.min()) >= 0 and int(indices.max()) < rows
     else:
         fits = kind is RandomSampler and not sampler.replacement
         fits = fits and sampler.num_samples == len(sampler.data_source) <= rows
-    return fits and _draws_alike(kind)
+    return fits and _draws_like_torch(kind)
 
 
 @cache
-def _draws_alike(kind: type[Sampler[int]]) -> bool:
-    """Whether this torch's sampler gives what `_passed` gives, and leaves its generators where it does: tried once."""
+def _draws_like_torch(kind: type[Sampler[int]]) -> bool:
+    """Return whether this version of torch yields the same indices and generator states; tried once for each class."""
     own = [False] if kind is SequentialSampler else [False, True]
     with rng_preserved():
-        return all(_tried(kind, own=one, ours=False) == _tried(kind, own=one, ours=True) for one in own)
+        return all(_trial_pass(kind, own=one, ours=False) == _trial_pass(kind, own=one, ours=True) for one in own)
 
 
-def _tried(kind: Any, *, own: bool, ours: bool) -> list[list[int]]:
-    """The row numbers of a pass over seven rows, and the states of all generators at the end."""
+def _trial_pass(kind: Any, *, own: bool, ours: bool) -> list[list[int]]:
+    """Return the indices of a pass over seven rows, and the states of all generators at its end."""
     torch.default_generator.manual_seed(5)
     settings: dict[str, Any] = {"generator": torch.Generator().manual_seed(5)} if own else {}
     weighted = kind is WeightedRandomSampler
@@ -219,5 +219,5 @@ def _tried(kind: Any, *, own: bool, ours: bool) -> list[list[int]]:
     batches: Any = given
     if ours:
         table = Table([torch.arange(7)], list)
-        batches = (column.tolist() for (column,) in chain.from_iterable(_passed(table, given)))
+        batches = (column.tolist() for (column,) in chain.from_iterable(_replay_pass(table, given)))
     return [*batches, *(one.get_state().tolist() for one in (torch.default_generator, *settings.values()))]
