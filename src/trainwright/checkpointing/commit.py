@@ -149,7 +149,8 @@ class RunDirectory:
             _locked.discard(locked)
             # Not left to `close`: a process that was forked just now may not have closed its copy yet.
             with suppress(OSError):
-                fcntl.flock(locked, fcntl.LOCK_UN)
+                if fcntl is not None:
+                    fcntl.flock(locked, fcntl.LOCK_UN)
             os.close(locked)
 
     def read_manifest(self, path: Path, run: str, *, tolerant: bool = False) -> dict[str, Any] | None:

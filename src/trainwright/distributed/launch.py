@@ -231,9 +231,9 @@ def _start_method(main: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str,
 
     Raises SettingError where neither can work.
     """
+    sent, why_not = b"", ""
     try:
         sent = pickle.dumps((main, args))
-        why_not = ""
         if b"__main__" in sent and not _main_can_be_imported():
             name = getattr(main, "__qualname__", repr(main))
             why_not = f"{name} or what it is given was written in a notebook or at a prompt, not in a file"
