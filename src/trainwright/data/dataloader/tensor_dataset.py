@@ -145,7 +145,7 @@ class _FetchRows:
         return int(least) >= 0 and int(most) < len(self._table)
 
 
-class _Order(NamedTuple):
+class _Draws(NamedTuple):
     """The draws of one of torch's samplers in a pass."""
 
     order: Tensor | None
@@ -155,24 +155,24 @@ class _Order(NamedTuple):
     """The generator of a second order, which torch draws where more rows are requested than there are."""
 
 
-def _draw_order(sampler: Any) -> _Order:
+def _draw_order(sampler: Any) -> _Draws:
     """Make the draws of a known sampler at its first row."""
     if type(sampler) is SequentialSampler:
-        return _Order(None, len(sampler))
+        return _Draws(None, len(sampler))
     if type(sampler) is WeightedRandomSampler:
         weights: Any = sampler.weights
         order = torch.multinomial(weights, sampler.num_samples, sampler.replacement, generator=sampler.generator)
-        return _Order(order, sampler.num_samples)
+        return _Draws(order, sampler.num_samples)
     if type(sampler) is SubsetRandomSampler:
         indices = _as_indices(sampler.indices)
         assert indices is not None
         order = torch.randperm(len(indices), generator=sampler.generator)
-        return _Order(indices.index_select(0, order), len(indices))
+        return _Draws(indices.index_select(0, order), len(indices))
     rows, generator = len(sampler.data_source), sampler.generator
     if generator is None:
         generator = torch.Generator()
         generator.manual_seed(int(torch.empty((), dtype=torch.int64).random_().item()))
-    return _Order(torch.randperm(rows, generator=generator), rows, sampler.generator)
+    return _Draws(torch.randperm(rows, generator=generator), rows, sampler.generator)
 
 
 def _replay_pass(table: Table, given: BatchSampler) -> Iterator[Iterator[Any]]:
