@@ -37,9 +37,9 @@ from trainwright.precision.base import Precision
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.protocols import Clip, Observer, Schedule, Stateful
 from trainwright.update import batches, manual_optimization
-from trainwright.update.hooks import overridden
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import Policy, as_policy
+from trainwright.update.trainer_like import overridden
 from trainwright.update.window import Window, accumulation, rows_of
 
 if TYPE_CHECKING:

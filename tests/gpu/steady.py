@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from trainwright import Observer
-from trainwright.update.device_state import AHEAD
+from trainwright.update.deferred_check import AHEAD
 
 WARM, STEADY = 10, 20
 """Updates that may go by, and updates that are looked at."""

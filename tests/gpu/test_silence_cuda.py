@@ -28,7 +28,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from trainwright import MixedPrecision, Trainer, accuracy, batches
-from trainwright.update.device_state import AHEAD
+from trainwright.update.deferred_check import AHEAD
 
 pytestmark = pytest.mark.gpu
 

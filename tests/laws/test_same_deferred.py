@@ -14,8 +14,8 @@ from trainwright import EMA, ClipNorm, MixedPrecision, OneCycle, StepLR, Trainer
 from trainwright.core.errors import NonFiniteError
 from trainwright.observers import Update
 from trainwright.optim.fused import DirectStep
-from trainwright.update import device_state
-from trainwright.update.device_state import DeviceLRTable
+from trainwright.update import deferred_check
+from trainwright.update.deferred_check import DeviceLRTable
 
 SLOTS: dict[str, dict[str, Any]] = {
     "nothing": {},
@@ -90,7 +90,7 @@ def test_what_the_device_leaves_out_the_host_leaves_out(
 
 @pytest.mark.parametrize("rows", [5, 6, 9])
 def test_a_table_of_rates_is_sent_anew_where_it_ends(rows: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_state, "ROWS", rows)
+    monkeypatch.setattr(deferred_check, "ROWS", rows)
     schedule = StepLR(Updates(3), gamma=0.8)
     batches = poisoned(2) * 4
     at_once, told, _ = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
@@ -169,7 +169,7 @@ def test_a_record_arrives_three_updates_later_and_all_arrive_before_a_pause(monk
 
 
 def test_pending_numbers_hold_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
-    from trainwright.update.device_state import AsyncReads
+    from trainwright.update.deferred_check import AsyncReads
 
     defer_on_cpu(monkeypatch)
     real, sent = AsyncReads.push, list[Any]()
@@ -326,7 +326,7 @@ def test_a_fault_is_noticed(fault: Any) -> None:
 
 
 def stops_the_clock(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.device_state.DeviceVerdict.count", lambda self: None)
+    patch.setattr("trainwright.update.deferred_check.DeviceVerdict.count", lambda self: None)
 
 
 def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
@@ -335,7 +335,7 @@ def bakes_the_rates(patch: pytest.MonkeyPatch) -> None:
 
 
 def adapts_no_scale(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr("trainwright.update.device_state.DeviceScale.adapt", lambda self, overflowed: None)
+    patch.setattr("trainwright.update.deferred_check.DeviceScale.adapt", lambda self, overflowed: None)
 
 
 def takes_none_back(patch: pytest.MonkeyPatch) -> None:

@@ -30,7 +30,7 @@ from trainwright import (
 from trainwright.core.plan import Plan
 from trainwright.fit.epochs import EpochLengths
 from trainwright.schedules import Cyclic, Exponential, Linear, MultiStep, WarmupStableDecay
-from trainwright.update.device_state import DeviceLRTable
+from trainwright.update.deferred_check import DeviceLRTable
 
 generator = torch.Generator().manual_seed(0)
 X = torch.randn(40, 3, generator=generator)

@@ -23,7 +23,7 @@ from trainwright import (
     accuracy,
 )
 from trainwright.core import host_reads
-from trainwright.update import device_state
+from trainwright.update import deferred_check
 from trainwright.update.loss_tracker import BackwardArgs, LossTracker
 
 UPDATES_IN_EPOCH = 5
@@ -34,7 +34,7 @@ class Gates:
 
     def __init__(self, patch: pytest.MonkeyPatch) -> None:
         self.arrivals = self.reads = 0
-        patch.setattr(device_state, "fetch", self._fetch)
+        patch.setattr(deferred_check, "fetch", self._fetch)
         patch.setattr(host_reads, "_read_together", self._read)
         patch.setattr(torch, "allclose", lambda *_, **__: True)  # compares the weights when the fit has ended
 

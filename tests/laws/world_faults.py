@@ -21,11 +21,10 @@ from trainwright.fit import rollback
 from trainwright.fit.boundary import Boundary
 from trainwright.schedules.table import TableSchedule
 from trainwright.update import distributed_check
-from trainwright.update.distributed_check import DistributedCheck
+from trainwright.update.distributed_check import DistributedCheck, ShardedWindow
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import StepLoss
 from trainwright.update.per_rank_state import epoch_batches
-from trainwright.update.sharded_window import ShardedWindow
 
 Patch = pytest.MonkeyPatch
 

@@ -27,7 +27,7 @@ from trainwright import (
     batches,
 )
 from trainwright.core import durations
-from trainwright.fit import clock as clock_of_fit
+from trainwright.fit import boundary as clock_of_fit
 from trainwright.observers import read_journal
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))

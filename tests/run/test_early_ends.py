@@ -24,7 +24,7 @@ from trainwright import (
 )
 from trainwright.checkpointing.format import load_tree
 from trainwright.fit import boundary
-from trainwright.fit import clock as clock_of_fit
+from trainwright.fit import boundary as clock_of_fit
 from trainwright.observers import read_journal
 
 BY_VALIDATION = {"early_stopping": EarlyStopping("val_loss", patience=3), "schedule": Plateau("val_loss", patience=0)}

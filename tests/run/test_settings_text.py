@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn import functional
 
 from trainwright import Checkpoint, Cosine, Observer, OneCycle, Trainer
-from trainwright.fit.describe import changed, settings_of
+from trainwright.fit.plan import changed, settings_of
 
 
 class Header(Observer):

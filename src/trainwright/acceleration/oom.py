@@ -28,9 +28,8 @@ from trainwright.data.slicing import rows_of, slice_rows
 from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
-from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.snapshot import Buffers, LossTotals, RngStates, Snapshot, UserState
-from trainwright.update.trainer_like import networks_of
+from trainwright.update.trainer_like import free_transfer_memory, networks_of
 from trainwright.update.window import Window, weighted_value
 
 if TYPE_CHECKING:

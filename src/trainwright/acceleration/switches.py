@@ -14,7 +14,7 @@ from trainwright.acceleration.device_dataset import place_data
 from trainwright.core.torch_private import nll_total_weight
 from trainwright.data.source import Source
 from trainwright.update import finite_check
-from trainwright.update.device_state import AHEAD
+from trainwright.update.deferred_check import AHEAD
 from trainwright.update.losses import CountObserver, counted_outside_graphs
 from trainwright.update.trainer_like import TrainerLike
 

@@ -20,11 +20,10 @@ from trainwright.diagnostics.explain import explain
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.modules import modes
 from trainwright.precision.autocast import beside_training
-from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import CountObserver
 from trainwright.update.per_rank_state import complete_batches, position_text, rank0_buffers, shard_batches
-from trainwright.update.trainer_like import TrainerLike, networks_of
+from trainwright.update.trainer_like import TrainerLike, free_transfer_memory, networks_of
 
 READ_EVERY = 128
 """Batches between two reads from the device: memory for that many scalars, and no wait per batch."""

@@ -3,10 +3,10 @@
 In the order of a call: `context` enters it. `opening` opens the data, `stages` starts its `record`, `plan` computes the
 header and finds contradictions, `run` binds the slots and chooses how updates are made, `resume` plans the start and
 loads a checkpoint. `trainer.py` takes the windows of an epoch from `run`; `epochs` compares their number with the plan.
-At a `boundary` between updates: `clock` (the ends), `inspection` (observers that measure), validation,
+At a `boundary` between updates: the clock and the ends, `inspection` (observers that measure), validation,
 `early_stopping`, and `saving` (everything with state). `context` leaves it by `result` (best weights, the Result);
-after an error or a signal by `rescue` and `rollback`. Several ranks: `rank_sync`. Outside of a `fit`: `arguments`
-checks those of a Trainer, `describe` gives settings as text.
+after an error or a signal by `rollback`, which saves the state from before the window in progress. Several ranks:
+`rank_sync`. Outside of a `fit`: `arguments` checks those of a Trainer.
 
 Every contradiction of settings is raised before the first update; a `fit` that is refused leaves the trainer as its
 last `fit` did; however a run ends, all that entering has switched is undone, and observers get their `on_fit_end`.

@@ -20,8 +20,7 @@ from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.named import ONLY
 from trainwright.precision.mixed_precision import MixedPrecision
 from trainwright.protocols import EVENTS, Observer, Schedule
-from trainwright.update.hooks import Hooks, check_arguments, overridden, read_hooks
-from trainwright.update.trainer_like import TrainerLike
+from trainwright.update.trainer_like import Hooks, TrainerLike, check_arguments, overridden, read_hooks
 
 if TYPE_CHECKING:
     from trainwright.acceleration.fast import Fast

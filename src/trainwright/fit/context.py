@@ -29,10 +29,9 @@ from trainwright.fit.opening import open_data
 from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.record import NOT_RUNNING
-from trainwright.fit.rescue import ends_in, rescue
 from trainwright.fit.result import FitEnd
 from trainwright.fit.resume import StartPlan, plan_resume
-from trainwright.fit.rollback import ENDED
+from trainwright.fit.rollback import ENDED, ends_in, rescue
 from trainwright.fit.run import GRACE, Run
 from trainwright.fit.saving import parts_of
 from trainwright.fit.stages import start_stage

@@ -19,9 +19,8 @@ from trainwright.data.source import Source
 from trainwright.fit.plan import Ends
 from trainwright.fit.record import StageRecord
 from trainwright.optim.named import check_schedulers
-from trainwright.update.hooks import Hooks
 from trainwright.update.loss_tracker import LossTracker
-from trainwright.update.trainer_like import TrainerLike
+from trainwright.update.trainer_like import Hooks, TrainerLike
 
 
 def open_data(

@@ -11,19 +11,21 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from trainwright.core.checks import check_flag, check_number, check_whole, local_path
+from trainwright.core.checks import check_flag, check_number, check_whole, local_path, settings_text
 from trainwright.core.durations import Duration, Epochs, check_duration
 from trainwright.core.errors import DataError, SettingError
 from trainwright.core.plan import Plan
 from trainwright.core.suggestions import did_you_mean, nearest
 from trainwright.data.source import Source
 from trainwright.metrics.metrics import OverAll
+from trainwright.optim.clip import ClipNorm
 from trainwright.optim.named import fused_hint
 from trainwright.update.per_rank_state import describe_ranks
 from trainwright.update.trainer_like import TrainerLike
 
 if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
+
 
 EACH_EPOCH = Epochs(1)
 
@@ -100,7 +102,6 @@ def make_plan(
         )
     if not all(data.repeatable for data in (source, *val.values())):
         _check_passes(source, val, ends)
-    from trainwright.fit.describe import in_brief  # at a first fit: imports stay quick
 
     schedules = trainer.schedule.values() if isinstance(trainer.schedule, Mapping) else [trainer.schedule]
     watched = watched_numbers(trainer, [getattr(schedule, "monitor", None) for schedule in schedules])
@@ -256,3 +257,51 @@ def _describe_trained_loss(trainer: TrainerLike) -> list[str]:
     if trainer.average is None and not restores:
         return []
     return ["the parameters of the loss are trained and saved, but neither averaged nor restored with the best"]
+
+
+SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping", "average", "on_nonfinite")
+
+
+def in_brief(trainer: TrainerLike) -> tuple[str, ...]:
+    """Return the slots that are set: `schedule OneCycle(max_lr=0.01)`, `clip 1.0`, `average EMA(0.999)`."""
+    slots = {"schedule": trainer.schedule, "clip": trainer.clip, "average": trainer.average}
+    texts = {name: _by_optimizer(setting) for name, setting in slots.items() if setting is not None}
+    texts["frozen"] = ", ".join(trainer.frozen)
+    return tuple(f"{name} {text}" for name, text in texts.items() if text)
+
+
+def _by_optimizer(setting: Any) -> str:
+    """Return one setting as text, or several by the names of their optimizers."""
+    if isinstance(setting, Mapping):
+        return ", ".join(f"{name} {_text(value)}" for name, value in setting.items())
+    return _text(setting)
+
+
+def settings_of(trainer: TrainerLike) -> dict[str, str]:
+    """Return the model's class, the optimizers' classes and every slot that affects training, as text."""
+    slots = {name: _text(getattr(trainer, name)) for name in SLOTS}
+    by_epoch = dict(trainer.accumulate)
+    slots["accumulate"] = _text(by_epoch[0] if list(by_epoch) == [0] else by_epoch)
+    classes = {name: _optimizer_class(optimizer) for name, optimizer in sorted(trainer.optimizers.items())}
+    optimizers = ", ".join(f"{name}={text}" for name, text in classes.items())
+    return {"model": type(trainer.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
+
+
+def changed(saved: dict[str, str], now: dict[str, str]) -> str:
+    """Return one line on the settings that differ, empty where none does. The schedule reports its own."""
+    differing = [name for name in now if name != "schedule" and saved.get(name, now[name]) != now[name]]
+    changes = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in differing)
+    return f"settings changed since it was saved: {changes}" if changes else ""
+
+
+def _optimizer_class(optimizer: Any) -> str:
+    """Return the name of an optimizer's class; of torch's class, where it derives from one."""
+    classes = [base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")]
+    return classes[0].__name__ if classes and classes[0].__name__ != "Optimizer" else type(optimizer).__name__
+
+
+def _text(setting: Any) -> str:
+    """Return a setting as text; of a norm to clip to the number alone."""
+    if isinstance(setting, ClipNorm) and setting == ClipNorm(setting.max_norm):
+        return str(setting.max_norm)
+    return settings_text(setting)

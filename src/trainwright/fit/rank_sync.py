@@ -14,8 +14,7 @@ from torch import nn
 from trainwright.core.errors import SettingError
 from trainwright.core.signals import ENDING
 from trainwright.data.source import Source
-from trainwright.fit.describe import settings_of
-from trainwright.fit.plan import Ends
+from trainwright.fit.plan import Ends, settings_of
 from trainwright.observers.probes import Probe, RunObserver
 from trainwright.update.trainer_like import TrainerLike
 

@@ -35,9 +35,8 @@ from trainwright.core.errors import CheckpointError, SettingError, warn_user
 from trainwright.core.progress import Counters
 from trainwright.core.suggestions import did_you_mean
 from trainwright.fit.boundary import Boundary
-from trainwright.fit.describe import changed, settings_of
 from trainwright.fit.early_stopping import is_best
-from trainwright.fit.plan import Resume
+from trainwright.fit.plan import Resume, changed, settings_of
 from trainwright.fit.result import copied_weights, path_at
 from trainwright.fit.saving import DataPosition
 from trainwright.modules.dtensors import is_sharded

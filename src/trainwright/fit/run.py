@@ -19,8 +19,8 @@ from trainwright.data.source import Source
 from trainwright.diagnostics.first_batch import FirstBatch, is_compiled
 from trainwright.evaluation.passes import autocast, check_repeatable, run_training_forwards
 from trainwright.evaluation.weights import choose_weights
-from trainwright.fit.describe import settings_of
 from trainwright.fit.epochs import EpochLengths
+from trainwright.fit.plan import settings_of
 from trainwright.fit.rollback import BETWEEN, COUNTING, UPDATING, LoopPhase, Rollback
 from trainwright.modules.modes import running_statistics
 from trainwright.optim.named import check_kernels, check_parameters

@@ -11,9 +11,8 @@ from torch import Tensor
 from trainwright.core.errors import SettingError, user_line
 from trainwright.core.progress import Counters
 from trainwright.core.torch_private import versions_preserved
-from trainwright.update.hooks import free_transfer_memory
 from trainwright.update.per_rank_state import broadcast_weights
-from trainwright.update.trainer_like import TrainerLike
+from trainwright.update.trainer_like import TrainerLike, free_transfer_memory
 
 
 def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:

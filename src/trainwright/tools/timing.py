@@ -18,7 +18,7 @@ from trainwright.tools.techniques import Technique
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import variant
 from trainwright.trainer import Trainer
-from trainwright.update.hooks import free_transfer_memory
+from trainwright.update.trainer_like import free_transfer_memory
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -33,9 +33,9 @@ from trainwright.precision.mixed_precision import as_precision
 from trainwright.tools.process_switches import switches_restored
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.trainer import HOOKS, Trainer
-from trainwright.update.hooks import overridden
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import as_policy
+from trainwright.update.trainer_like import overridden
 from trainwright.update.window import accumulation
 
 T = TypeVar("T", bound=Trainer[Any])

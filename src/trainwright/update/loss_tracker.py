@@ -16,9 +16,9 @@ from trainwright.core.suggestions import check_name
 from trainwright.core.torch_private import nll_total_weight, version_of
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.precision.base import LossScale
-from trainwright.update.hooks import Hooks
 from trainwright.update.losses import CountObserver, StepLoss, read_step_loss
 from trainwright.update.running_means import RunningMeans, Term, mean_of, number
+from trainwright.update.trainer_like import Hooks
 from trainwright.update.window import Window, find_rows, one_for_zero, weighted_value
 
 MOST_GRAD_TENSORS = 64
