@@ -1,4 +1,4 @@
-"""Checks for an object of your own that fills one of the five protocols: calls for its unit tests.
+"""Checks of your own implementations of the five protocols, to be called in their unit tests.
 
 Each check uses the object as a run does, on the CPU and within a second, and raises ProtocolError for the first rule
 of the protocol that it breaks: what it did, what a run needs, and what to write.
@@ -34,7 +34,7 @@ from trainwright.trainer import Trainer
 
 
 class ProtocolError(TrainwrightError, AssertionError):
-    """An object breaks a rule of the protocol that it is meant to fill."""
+    """An object breaks a rule of the protocol that it implements."""
 
 
 # Clip
@@ -73,7 +73,7 @@ def check_clip(clip: Clip) -> None:
 
 
 def _check_clip_without_values(clip: Clip, name: str) -> None:
-    """Run a clip on tensors without values: reading one is an error there."""
+    """Run a clip on tensors of the meta device, where reading a value is an error."""
     try:
         clip(_parameters_with_gradients(1.0, device="meta"))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -88,7 +88,7 @@ def _check_clip_without_values(clip: Clip, name: str) -> None:
 
 
 def _clipped(clip: Clip, name: str, *, scale: float) -> float | None:
-    """Clip gradients of this scale, check what has changed, and return the norm that the clip returned."""
+    """Clip gradients of this scale, check the changes, and return the norm that the clip returned."""
     parameters = _parameters_with_gradients(scale)
     values = [parameter.detach().clone() for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
@@ -125,7 +125,7 @@ def _clipped(clip: Clip, name: str, *, scale: float) -> float | None:
 
 
 def _parameters_with_gradients(scale: float, device: str = "cpu") -> list[Tensor]:
-    """Three parameters of a model; the last took no part in the loss."""
+    """Return three parameters, of which the last has no gradient."""
     draws = torch.Generator().manual_seed(0)
     parameters: list[Tensor] = []
     for shape in ((4, 3), (4,), (2, 2)):
@@ -194,7 +194,7 @@ def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int 
 
 
 class _ScheduledRun:
-    """A schedule on an optimizer, stepped as by a run: epochs end, and each is validated."""
+    """A schedule on an optimizer, stepped as in a run whose epochs are validated."""
 
     def __init__(self, schedule: Schedule, plan: Plan, lr: float) -> None:
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
@@ -212,7 +212,7 @@ class _ScheduledRun:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def rates_until(self, end: int) -> list[float]:
-        """Return the rates of the updates from the present one to `end`."""
+        """Return the rates of the updates from the current one to `end`."""
         rates = []
         while self.updates < end:
             self.bound.apply(self.updates)
@@ -331,7 +331,7 @@ def _refuse_non_metrics(metric: Any, name: str) -> None:
 
 
 class _PassNumbers:
-    """The numbers that passes over cuts of one batch give."""
+    """Computes the numbers of passes over slices of one batch."""
 
     def __init__(self, metric: Any, batch: tuple[Any, Any], rtol: float) -> None:
         self.metric, self._batch, self._rtol = metric, batch, rtol
@@ -551,12 +551,12 @@ def _trained(*observers: Observer) -> Tree:
 
 
 def _name_of(value: Any) -> str:
-    """The name of a function or class, or the class of an object."""
+    """Return the name of a function or class, or of the class of an object."""
     return value.__qualname__ if isinstance(value, type) or hasattr(value, "__qualname__") else type(value).__name__
 
 
 def _saved_and_loaded(part: Stateful, what: str) -> Tree:
-    """Return the state of an object as a checkpoint gives it back, in tensors of its own."""
+    """Return a copy of the state of an object as it is after saving and loading."""
     try:
         jsonable, tensors = flatten(part.state_dict())
     except CheckpointError as error:

@@ -131,9 +131,8 @@ def find_batch_size(
             what = f"how much memory {trainer.device} has is not known"
             raise SettingError(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes")
         limit = whole if budget is not None or not peaks.refuses else None
-        k = (
-            2 if effective is not None or accumulated > 1 else 1
-        )  # the second one is added to the gradients of the first
+        # With accumulation the second micro-batch is added to the gradients of the first.
+        k = 2 if effective is not None or accumulated > 1 else 1
         trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
         search = _SizeSearch(trials, allowed=whole * share, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
