@@ -89,7 +89,9 @@ def train(path: str | Path, *, epochs: int, accumulate: int = 2) -> list[dict[st
                 loss.backward(torch.full_like(loss, scaler.scale * weight))
                 loss_sum += loss.item() * len(classes)
             rows_seen += rows
-            overflowed = bool(gradients.multiply_and_check(scaler.factor()))  # unscaled, and any NaN found, in one pass
+            overflowed = bool(
+                gradients.multiply_and_check(scaler.inv_scale())
+            )  # unscaled, and any NaN found, in one pass
             scaler.adapt(overflowed)
             if overflowed:  # no weight changes, and no clock advances
                 gradients.lower_flags()

@@ -1,4 +1,4 @@
-"""The Protocols that a user's own class can fill: parts of a checkpoint, slots of the loop, observers."""
+"""The Protocols that a user's own class can fill (parts of a checkpoint, slots of the loop), and `Observer`."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class Observer:
         if unknown := set(cls.wants) - {"grad_norm"}:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
 
-    def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
+    def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
         """Drop what was written after `update` and so many skipped updates: the run resumes there. No-op here."""
 
     def on_fit_start(self, plan: Plan) -> None:

@@ -185,14 +185,14 @@ class Trainer(Generic[M]):
                     for schedule in run.schedules.values():
                         schedule.apply(counters.updates)
                     strategy.update(window)
-                    applied = run.count(window)
+                    applied = run.finish_update(window)
                     if applied and run.after_update is not None:
                         run.after_update()
                     if applied and run.average is not None:
                         run.average.take(counters.updates)
                     if strategy.reports:
                         strategy.report(window)
-                    if counters.updates >= run.next_boundary and not run.at_end:  # else the epoch's end does it
+                    if counters.updates >= run.next_boundary and not run.at_epoch_end:  # else once, below
                         self._between_updates(boundary)
                 if run.epoch_over or run.at_boundary:
                     self._between_updates(boundary, epoch_ended=run.epoch_over)
@@ -233,10 +233,10 @@ class Trainer(Generic[M]):
         if closure is not None:
             return manual_optimization.step_by_closure(run, closure, name)
         chosen = run.optimizer_steps.all if name is None else run.optimizer_steps.choose(name)
-        found_inf = run.strategy.scale_and_check(chosen.gradients)
+        found_inf = run.strategy.unscale_and_check(chosen.gradients)
         for optimizer_step in chosen.steps:
-            if optimizer_step.limits:
-                optimizer_step.limit()  # measure and clip
+            if optimizer_step.measures_or_clips:
+                optimizer_step.measure_and_clip()
         applied = run.strategy.check(found_inf, chosen)
         if applied:
             for optimizer_step in chosen.steps:
@@ -256,17 +256,17 @@ class Trainer(Generic[M]):
         """Do what is due between two updates: probe, validate, judge, report, save."""
         boundary.begin(epoch_ended=epoch_ended)
         validated = boundary.validation_is_due()
-        best = keep = False
+        best = save_due = False
         if validated or epoch_ended or boundary.ends_inside_epoch:
             row = boundary.add_row(boundary.validate(self.evaluate) if validated else None)
-            best, keep = boundary.judge(row, validated=validated)
+            best, save_due = boundary.judge(row, validated=validated)
             if boundary.reporter is not None:
                 boundary.reporter.report(row, best=best, validated=validated)
             if epoch_ended and self._hooks.end_epoch is not None:
                 boundary.end_epoch(row)
         if self._counters.stopped:
             boundary.validate_early_end(self.evaluate)
-        boundary.save(keep=keep, validated=validated)
+        boundary.save(save_due=save_due, validated=validated)
         boundary.end()
 
     # The hooks.

@@ -48,7 +48,7 @@ def without(patch, owner, name, returned=None):
 
 
 def draws_from_the_global_rng(patch):
-    around(patch, Run, "count", before=lambda *_: torch.rand(1))
+    around(patch, Run, "finish_update", before=lambda *_: torch.rand(1))
 
 
 def draws_before_the_loader(patch):
@@ -86,7 +86,7 @@ def autocast_is_forgotten(patch):
 def clipping_is_forgotten(patch):
     def apply(self):
         chosen = self._run.optimizer_steps.all
-        applied = self._run.strategy.check(self._run.strategy.scale_and_check(chosen.gradients), chosen)
+        applied = self._run.strategy.check(self._run.strategy.unscale_and_check(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -97,8 +97,8 @@ def clipping_is_forgotten(patch):
 def unscales_after_clipping(patch):
     def apply(self):
         chosen = self._run.optimizer_steps.all
-        chosen.steps[0].limit()
-        applied = self._run.strategy.check(self._run.strategy.scale_and_check(chosen.gradients), chosen)
+        chosen.steps[0].measure_and_clip()
+        applied = self._run.strategy.check(self._run.strategy.unscale_and_check(chosen.gradients), chosen)
         if applied:
             self.optimizer.step()
         return applied
@@ -114,7 +114,7 @@ def counts_a_skipped_update(patch):
     def count(self, *_):
         self.counters.updates += self.strategy.status.applied is False
 
-    around(patch, Run, "count", after=count)
+    around(patch, Run, "finish_update", after=count)
 
 
 def scale_is_never_adapted(patch):
@@ -273,7 +273,7 @@ def the_clock_counts_micro_batches(patch):
     def count(self, window):
         self.counters.updates += len(window) - 1
 
-    around(patch, Run, "count", after=count)
+    around(patch, Run, "finish_update", after=count)
 
 
 def the_scaler_adapts_at_each_micro_batch(patch):

@@ -60,10 +60,10 @@ def a_window_weighs_its_batches_alike(patch):
 
 
 def clipping_is_forgotten(patch):
-    def limit(self):
+    def measure_and_clip(self):
         self.norm = None if self.clip is None else nn.utils.get_total_norm([p.grad for p in self.gradients.parameters])
 
-    patch.setattr(OptimizerStep, "limit", limit)
+    patch.setattr(OptimizerStep, "measure_and_clip", measure_and_clip)
 
 
 def the_schedule_is_forgotten(patch):
@@ -110,7 +110,7 @@ def the_closure_is_called_once(patch):
 
 
 def the_norm_of_the_last_trial_is_told(patch):
-    limit = OptimizerStep.limit
+    limit = OptimizerStep.measure_and_clip
 
     def limited(self):
         limit(self)
@@ -118,8 +118,13 @@ def the_norm_of_the_last_trial_is_told(patch):
         told.append(self.norm)
 
     told = []
-    patch.setattr(OptimizerStep, "limit", limited)
-    around(patch, Run, "count", before=lambda self, *_: setattr(self.optimizer_steps.all.steps[0], "norm", told[-1]))
+    patch.setattr(OptimizerStep, "measure_and_clip", limited)
+    around(
+        patch,
+        Run,
+        "finish_update",
+        before=lambda self, *_: setattr(self.optimizer_steps.all.steps[0], "norm", told[-1]),
+    )
 
 
 def trials_are_never_judged(patch):
@@ -198,18 +203,18 @@ def each_optimizer_gets_the_clip_of_the_other(patch):
         clips = {one.name: one.clip for one in self._steps}
         for one, other in zip(self._steps, reversed(names), strict=True):
             one.clip = clips[other]
-            one.limits = one.clip is not None
+            one.measures_or_clips = one.clip is not None
 
     around(patch, OptimizerSteps, "__init__", after=swapped)
 
 
 def the_norm_is_told_after_clipping(patch):
-    def limit(self):
+    def measure_and_clip(self):
         if self.clip is not None:
             self.clip(self.gradients.parameters)
         self.norm = self.gradients.norm()
 
-    patch.setattr(OptimizerStep, "limit", limit)
+    patch.setattr(OptimizerStep, "measure_and_clip", measure_and_clip)
 
 
 def losses_of_several_steps_are_added_up(patch):
@@ -251,7 +256,7 @@ def one_that_is_held_back_is_no_update(patch):
         status = self.strategy.status
         status.stepped = status.applied = bool(status.applied) and not status.overflowed
 
-    around(patch, Run, "count", before=applied_by_all)
+    around(patch, Run, "finish_update", before=applied_by_all)
 
 
 def a_loss_that_is_bad_is_not_looked_at(patch):
@@ -371,7 +376,7 @@ def the_last_number_of_an_update_stands_for_all(patch):
 
 
 def gradients_are_zeroed_after_the_step(patch):
-    around(patch, Run, "count", after=lambda self, *_: self.gradients.zero())
+    around(patch, Run, "finish_update", after=lambda self, *_: self.gradients.zero())
 
 
 def after_update_runs_before_the_step(patch):
@@ -395,4 +400,4 @@ def after_update_runs_before_the_step(patch):
 
 
 def no_norm_is_measured(patch):
-    around(patch, OptimizerStep, "limit", after=lambda self: setattr(self, "norm", None))
+    around(patch, OptimizerStep, "measure_and_clip", after=lambda self: setattr(self, "norm", None))

@@ -79,7 +79,7 @@ def the_state_after_the_skipping_is_kept(patch):
 
 
 def a_pause_after_the_resume_draws_from_anywhere(patch):
-    without(patch, RngCheckpoint, "resume_draws_temporarily")
+    without(patch, RngCheckpoint, "restore_before_opening")
 
 
 def what_the_fetch_has_drawn_is_saved(patch):
@@ -243,7 +243,7 @@ def the_journal_is_not_cut(patch):
 
 def the_journal_is_cut_by_updates_alone(patch):
     whole = Journal.resume_at
-    patch.setattr(Journal, "resume_at", lambda self, update, held_back=0, **how: whole(self, update, 1 << 60, **how))
+    patch.setattr(Journal, "resume_at", lambda self, update, skipped=0, **how: whole(self, update, 1 << 60, **how))
 
 
 def the_journal_keeps_lines_back(patch):

@@ -107,9 +107,7 @@ def counts_are_kept_in_float32(patch):
 
     def narrow(self, *more):
         read = close(self, *more)
-        self._epoch.counts = {
-            name: torch.tensor(n, dtype=torch.float32).item() for name, n in self._epoch.counts.items()
-        }
+        self._sums.counts = {name: torch.tensor(n, dtype=torch.float32).item() for name, n in self._sums.counts.items()}
         return read
 
     patch.setattr(LossTracker, "read", narrow)

@@ -20,11 +20,11 @@ from trainwright.evaluation import passes
 from trainwright.fit import rollback
 from trainwright.fit.boundary import Boundary
 from trainwright.schedules.table import TableSchedule
-from trainwright.update import distributed_step
-from trainwright.update.distributed_step import DistributedStep
+from trainwright.update import distributed_check
+from trainwright.update.distributed_check import DistributedCheck
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import StepLoss
-from trainwright.update.per_rank_state import open_epoch
+from trainwright.update.per_rank_state import epoch_batches
 from trainwright.update.sharded_window import ShardedWindow
 
 Patch = pytest.MonkeyPatch
@@ -45,17 +45,17 @@ def no_sync_is_dropped(patch: Patch) -> None:
 
 
 def processes_weigh_alike(patch: Patch) -> None:
-    whole = DistributedStep._record_stats
+    whole = DistributedCheck._record_stats
 
     def weight_of(self: ShardedWindow, count: Any, *, is_sum: bool, has_rows: bool) -> float:
         return (1 / (count or 1) if is_sum else 1.0) / len(self.batches) if has_rows else 0.0
 
-    def record_stats(self: DistributedStep, loss: Tensor, count: Any, weight: Any) -> None:
+    def record_stats(self: DistributedCheck, loss: Tensor, count: Any, weight: Any) -> None:
         window = self._window
         whole(self, loss.detach().nan_to_num(0.0), window.all_rows / window.ranks / len(window.batches), weight)
 
     patch.setattr(ShardedWindow, "weight_of", weight_of)
-    patch.setattr(DistributedStep, "_record_stats", record_stats)
+    patch.setattr(DistributedCheck, "_record_stats", record_stats)
 
 
 def gradients_are_summed(patch: Patch) -> None:
@@ -73,7 +73,7 @@ def a_dummy_counts(patch: Patch) -> None:
 
 
 def noise_of_a_dummy_stays(patch: Patch) -> None:
-    patch.setattr(distributed_step, "rng_preserved", nullcontext)
+    patch.setattr(distributed_check, "rng_preserved", nullcontext)
 
 
 def numbers_of_a_dummy_stay(patch: Patch) -> None:
@@ -98,7 +98,7 @@ def every_epoch_has_the_order_of_the_first(patch: Patch) -> None:
 
 
 def each_process_shuffles_by_itself(patch: Patch) -> None:
-    patch.setattr(rollback, "open_epoch", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
+    patch.setattr(rollback, "epoch_batches", lambda world, source, epoch, *, skip=0: iter(source.epoch(epoch)))
 
 
 def the_schedule_steps_on_each_process(patch: Patch) -> None:
@@ -125,7 +125,7 @@ def the_first_ones_numbers_are_told(patch: Patch) -> None:
 def each_evaluates_all_rows(patch: Patch) -> None:
     def all_rows(trainer: Any, source: Any, tracker: LossTracker) -> Any:
         tracker.recording = True
-        return (one.batch for one in open_epoch(trainer.world, source, 0))
+        return (one.batch for one in epoch_batches(trainer.world, source, 0))
 
     patch.setattr(passes, "shard_batches", all_rows)
 

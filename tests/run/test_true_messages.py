@@ -147,7 +147,7 @@ def test_the_note_of_a_failed_run_names_a_checkpoint_that_is_there(tmp_path, lef
         def after_update(self):
             if self.progress.updates != 5:
                 return
-            self._boundary.saves.report(wait=True)
+            self._boundary.checkpoints.report(wait=True)
             newest, older = formats.list_checkpoints(tmp_path / "run")
             for path in {"all": [], "the older": [newest], "none": [newest, older]}.get(left, [newest]):
                 shutil.rmtree(path)

@@ -58,7 +58,7 @@ def test_clipped_in_the_kernel_is_clipped_before_it(name: str, max_norm: float, 
         norm = torch.nn.utils.clip_grad_norm_(plain.parameters(), max_norm)
         optimizer.step()
         step.factor = factor
-        step.limit()
+        step.measure_and_clip()
         step.step()
         assert isinstance(step.norm, Tensor)
         torch.testing.assert_close(step.norm.float(), norm, rtol=1e-6, atol=0)
@@ -81,7 +81,7 @@ def test_a_step_that_is_held_back_moves_nothing(name: str) -> None:
         before = state(model, step.optimizer)
         if number == 2:
             next(model.parameters()).grad[0, 0] = float("nan")  # type: ignore[index]
-        step.limit()
+        step.measure_and_clip()
         assert isinstance(step.norm, Tensor)
         step.gradients.check_too([step.norm], flag)
         step.step()

@@ -46,7 +46,7 @@ def test_powers_of_two_stay_bit_equal_and_state_goes_on():
     assert (scaler.value, other.value) == (4.0, 4.0)
     other.adapt(False)
     assert other.value == 8.0
-    assert other.factor() == 1 / 8
+    assert other.inv_scale() == 1 / 8
 
 
 def test_a_scale_never_leaves_float32_nor_its_floor():

@@ -117,7 +117,7 @@ def test_a_count_of_the_steps_own_after_a_known_one_is_made_up_for():
 def test_a_window_can_be_run_again():
     window = Window([0, 0], [3, 5])
     first = run(window, [7, 2])
-    window.begin()
+    window.restart()
     assert window.position == -1 and run(window, [7, 2]) == first
 
 

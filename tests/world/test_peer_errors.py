@@ -110,3 +110,30 @@ def test_positions_count_epochs_from_1(counters: Counters, text: str) -> None:
     trainer: Any = Partial()
     trainer._counters = counters
     assert position_text(trainer) == text
+
+
+class Failing(Trainer[Any]):
+    """Its third step fails: the last batch of the first update is the second."""
+
+    steps = 0
+
+    def training_step(self, batch: Any) -> Any:
+        self.steps += 1
+        if self.steps == 3:
+            raise ValueError("a mistake of the user's own")
+        return super().training_step(batch)
+
+
+def notes_of_a_failed_step() -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    trainer = Failing(model, optimizer, nn.CrossEntropyLoss(), accumulate=2, console=False)
+    with pytest.raises(ValueError, match="a mistake") as raised:
+        trainer.fit(batches((torch.randn(32, 4), torch.arange(32) % 2), 8), epochs=1)
+    return raised.value.__notes__
+
+
+def test_an_error_in_a_step_of_several_ranks_names_its_batch() -> None:
+    notes = launch(notes_of_a_failed_step, processes=2)
+    assert "Failing.training_step failed on train batch 3 of epoch 1" in notes[0]

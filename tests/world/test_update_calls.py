@@ -86,4 +86,4 @@ def counted_both() -> tuple[Counter[str], Counter[str]]:
 def test_an_update_of_two_ranks_makes_few_calls_more_than_a_ddp_loop_by_hand(ranks2: Pool) -> None:
     for loop, fit in ranks2.run(counted_both):
         assert sum(fit.values()) - sum(loop.values()) <= MOST_EXTRA_CALLS, (fit - loop).most_common()
-        assert any("distributed_step" in name for name in fit)
+        assert any("distributed_check" in name for name in fit)

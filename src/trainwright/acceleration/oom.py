@@ -397,7 +397,7 @@ def _run(run: Run, window: Window) -> list[float]:
     """The weighed losses of a window's micro-batches, which add up to its loss; no number is noted."""
     tracker, found = run.tracker, list[float]()
     tracker.window, noting, tracker.recording = window, tracker.recording, False
-    window.begin()
+    window.restart()
     window.begun = True
     try:
         for index in range(len(window.batches)):

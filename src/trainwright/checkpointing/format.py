@@ -39,10 +39,10 @@ from trainwright.modules.dtensors import is_sharded
 from trainwright.protocols import Tree
 
 FORMAT, FORMAT_VERSION = "trainwright-checkpoint", 3
-MODEL, STATE, DATA, MANIFEST = "model.safetensors", "state.safetensors", "state.json", "manifest.json"
+MODEL, STATE_TENSORS, STATE_JSON, MANIFEST = "model.safetensors", "state.safetensors", "state.json", "manifest.json"
 LARGEST_MANIFEST = 1 << 20
 """Bytes; a larger one is neither written nor read."""
-LARGEST_DATA = 1 << 28
+LARGEST_JSON = 1 << 28
 """Bytes of the plain data; more are neither written nor read: to parse them takes twenty times their memory."""
 _NAME = re.compile(r"update-(\d{10}|[1-9]\d{10,})")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
@@ -109,7 +109,7 @@ def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
     """
     files, parts = _model_apart(tree)
     jsonable, tensors = flatten(parts)
-    return files | {STATE: tensorfile.Contents(tensors, {}), DATA: _data(jsonable)}
+    return files | {STATE_TENSORS: tensorfile.Contents(tensors, {}), STATE_JSON: _data(jsonable)}
 
 
 def dry_save(tree: Mapping[str, Tree]) -> None:
@@ -144,17 +144,18 @@ def load_tree(
     the tensors have no values and take no memory.
     """
     files = (read_manifest(path) if manifest is None else manifest)["files"]
-    if missing := {STATE, DATA}.difference(files):
+    if missing := {STATE_TENSORS, STATE_JSON}.difference(files):
         raise CheckpointError(f"{path / MANIFEST} is damaged: it does not list {min(missing)}")
     tree: dict[str, Tree] = {}
     if MODEL in files:
         tree["model"] = read_file(path / MODEL, partial(read_weights, fill=fill), expected=files[MODEL])
-    text = read_bytes(path / DATA, limit=LARGEST_DATA, expected=files[DATA])
-    tensors = read_file(path / STATE, partial(tensorfile.read, fill=fill), expected=files[STATE]).tensors
+    text = read_bytes(path / STATE_JSON, limit=LARGEST_JSON, expected=files[STATE_JSON])
+    read = partial(tensorfile.read, fill=fill)
+    tensors = read_file(path / STATE_TENSORS, read, expected=files[STATE_TENSORS]).tensors
     find = _finder(path, files, share=share if fill else (0, 1), only=only) if INDEX in files else None
-    parts = loads(text, tensors, label=str(path / DATA), device=device, find=find)
+    parts = loads(text, tensors, label=str(path / STATE_JSON), device=device, find=find)
     if type(parts) is not dict:
-        raise CheckpointError(f"{path / DATA} is damaged: it holds no parts")
+        raise CheckpointError(f"{path / STATE_JSON} is damaged: it holds no parts")
     return tree | parts
 
 
@@ -169,7 +170,7 @@ def _model_apart(tree: Mapping[str, Tree]) -> tuple[dict[str, Content], dict[str
 def _data(jsonable: dict[str, Any]) -> bytes:
     """Return the plain data of all parts as JSON; CheckpointError where they are larger than any that is read."""
     text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
-    if len(text) > LARGEST_DATA:
+    if len(text) > LARGEST_JSON:
         raise _too_large(jsonable, len(text))
     return text
 
@@ -178,7 +179,7 @@ def _too_large(jsonable: dict[str, Any], size: int) -> CheckpointError:
     largest = max(jsonable, key=lambda name: len(json.dumps(jsonable[name])))
     what = f"the plain data of a checkpoint would have {size} bytes, most of them in part {largest!r}"
     fix = "store long lists of numbers as tensors or arrays"
-    return CheckpointError(what, want=f"{LARGEST_DATA} bytes at most", fix=fix, where=False)
+    return CheckpointError(what, want=f"{LARGEST_JSON} bytes at most", fix=fix, where=False)
 
 
 def _finder(

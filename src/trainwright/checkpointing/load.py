@@ -66,7 +66,7 @@ class Loaded:
     path: Path
     tree: dict[str, Tree]
     manifest: dict[str, Any]
-    passed_over: tuple[Path, ...] = ()
+    unreadable: tuple[Path, ...] = ()
     """Newer ones that cannot be loaded; of several ranks only rank 0 knows them."""
 
 
@@ -102,7 +102,7 @@ def load_checkpoint(
 
     def find(read: _Read[Loaded]) -> Loaded | None:
         loaded, defects = _find(resume, directory, run=run, read=read)
-        return None if loaded is None else replace(loaded, passed_over=tuple(defects))
+        return None if loaded is None else replace(loaded, unreadable=tuple(defects))
 
     if world is None or world.size == 1:
         return find(read)

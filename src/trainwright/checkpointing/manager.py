@@ -260,7 +260,7 @@ class CheckpointManager:
         """
         known: dict[Path, dict[str, Any] | None] = {}
         if loaded is not None:
-            known = {path.absolute(): None for path in loaded.passed_over}
+            known = {path.absolute(): None for path in loaded.unreadable}
             known[loaded.path.absolute()] = loaded.manifest
         complete = {}
         for path in list_checkpoints(self.directory):

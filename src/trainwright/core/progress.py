@@ -38,7 +38,10 @@ class Counters:
     last_boundary: int = 0
     """`updates` at the last boundary; where it is less than `updates`, work that fell due since is still to be done."""
     interrupted_validation: str = ""
-    """The kind of boundary whose validation was interrupted: "update", "epoch" or early end ("final"); else empty."""
+    """The boundary whose validation is running: "update", "epoch" or "final" (early end); empty between validations.
+
+    In a checkpoint: the boundary whose validation was interrupted.
+    """
     stopped: str = ""
     """Why the run stopped; empty while it runs."""
 

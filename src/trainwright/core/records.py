@@ -82,7 +82,7 @@ class Validation:
     waiting: float
     """Share of that time spent waiting for data, 0 to 1."""
     skipped: int
-    """Updates held back so far."""
+    """Updates skipped so far."""
     notes: tuple[str, ...] = ()
     """What changed since the last record, such as a split of batches, in a line each."""
     final: bool = False

@@ -147,42 +147,42 @@ _numpy = _NumPy()
 
 @dataclass(slots=True)
 class RngCheckpoint:
-    """Part `random` of a checkpoint: the random states at the start of the current epoch, and at the saved boundary.
+    """Part `random` of a checkpoint: the random states at the start of the current epoch, and at the save.
 
     A resume repeats the draws of the epoch's order from the first, then continues with the second:
 
-        loaded -> (resume_draws_temporarily, for work of the boundary) -> epoch opened -> the process draws on
-        loaded -> resume_draws, where nothing of the epoch is left                     -> the process draws on
+        loaded -> (restore_before_opening, for a validation or probe that is due) -> epoch opened
+        loaded -> restore, where nothing of the epoch is left
     """
 
     epoch_start_state: dict[str, Any] = field(default_factory=dict)
     """Empty until the iterator of the current epoch is about to be made: a run may stop before."""
     resume_state: dict[str, Any] | None = None
-    """The loaded state of the boundary, until the epoch is opened or `resume_draws` is called."""
-    draws_temporarily: bool = False
-    """Whether the process has drawn on from there already, though the epoch is still to be opened."""
+    """The loaded state of the save, until the epoch is opened or `restore` is called."""
+    restored_before_opening: bool = False
+    """Whether that state was set already, though the epoch is still to be opened."""
 
-    def boundary_state(self) -> dict[str, Any] | None:
+    def state_after_opening(self) -> dict[str, Any] | None:
         """Return the state to continue with when the epoch is opened; None where it is not resumed."""
-        return random_state() if self.draws_temporarily else self.resume_state
+        return random_state() if self.restored_before_opening else self.resume_state
 
     def state_dict(self) -> dict[str, Any]:
         """Return both states."""
-        return {"epoch_start": self.epoch_start_state, "now": self.boundary_state() or random_state()}
+        return {"epoch_start": self.epoch_start_state, "now": self.state_after_opening() or random_state()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Take over both states; the process draws as before until one of the methods below is called."""
         check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
         self.epoch_start_state, self.resume_state = tree["epoch_start"], tree["now"]
 
-    def resume_draws_temporarily(self) -> None:
-        """Draw on from the boundary, for work that is due before the epoch is opened."""
+    def restore_before_opening(self) -> None:
+        """Set the state of the save now, for a validation or probe that is due before the epoch is opened."""
         if self.resume_state is not None:
             set_random_state(self.resume_state)
-            self.draws_temporarily = True
+            self.restored_before_opening = True
 
-    def resume_draws(self) -> None:
-        """Draw on from the boundary for good: between two epochs, or where nothing is left of one."""
+    def restore(self) -> None:
+        """Set the state of the save: between two epochs, or where nothing is left of one."""
         if self.resume_state is not None:
             set_random_state(self.resume_state)
             self.epoch_start_state, self.resume_state = {}, None

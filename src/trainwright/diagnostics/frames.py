@@ -205,7 +205,8 @@ def _lines(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     return found
 
 
-# The loop over batches, and the current batch.
+# The loop over batches, and the current batch. Names of functions and local variables of this package are compared as
+# text from here on: whoever renames one must change it here too.
 
 
 def _role(frame: FrameType) -> str:
@@ -260,12 +261,12 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role:
 
 
 def _is_weighed(inner: tuple[FrameType, ...]) -> bool:
-    """Return whether the loss of the current micro-batch is weighted: not in a step, nor while it is recorded."""
+    """Return whether the tracker has weighted the loss of the current micro-batch: not in a step, nor while recording."""
     first, called = inner[0], {frame.f_code.co_name for frame in inner}
     if module_of(first).startswith("torch."):
         return first.f_code.co_name == "backward"
-    ours = module_of(first).startswith("trainwright.") and first.f_code.co_name != "training_step"
-    return ours and ("record" not in called or "_weigh" in called)
+    ours = module_of(first).startswith("trainwright.") and called.isdisjoint(STEPS)
+    return ours and ("record" not in called or "_set_weight" in called)
 
 
 def _first_argument(frame: FrameType) -> Any:

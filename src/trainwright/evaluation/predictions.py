@@ -186,9 +186,9 @@ class DistributedOutputs(Outputs):
 
     def batches(self, source: Source) -> Iterator[Any]:
         """Return the batches to run, each followed by one `append`."""
-        from trainwright.update.per_rank_state import equally_long, open_epoch
+        from trainwright.update.per_rank_state import epoch_batches, equally_long
 
-        slices = open_epoch(self._world, source, 0)
+        slices = epoch_batches(self._world, source, 0)
         return map(self._begun, slices if source.length is not None else equally_long(self._world, slices))
 
     def append(self, output: Any, /) -> None:

@@ -35,7 +35,7 @@ class Boundary:
     It also sets `Run.next_boundary`, the update after which the loop stops next.
     """
 
-    saves: RunCheckpoints | None = None
+    checkpoints: RunCheckpoints | None = None
     """Saves what is due; None before `start`, and where the checkpoint slot is empty."""
     reporter: ValidationReporter | None = None
     """Reports rows of the history to observers; None where none listens."""
@@ -47,7 +47,7 @@ class Boundary:
         self.trainer, self.counters, self.history = run.trainer, run.counters, run.trainer.history
         self.record = run.trainer._record
         early = run.trainer.early_stopping
-        self.watch = None if early is None else early.bind()
+        self.early_stopper = None if early is None else early.bind()
         self.copies_best = early is not None and copies_best(early, manager)
         """Whether early stopping holds a copy of the best weights."""
         self.clock = RunClock(run.counters, ends)
@@ -68,8 +68,8 @@ class Boundary:
         if self.ends.max_seconds is not None:
             self._triggers.append(Trigger(Seconds(self.ends.max_seconds), counters, of="max_seconds"))
         if self.manager is not None:
-            self.saves = RunCheckpoints(run, self.manager)
-            self._triggers += self.saves.triggers
+            self.checkpoints = RunCheckpoints(run, self.manager)
+            self._triggers += self.checkpoints.triggers
         if active_observers(self.trainer):
             self.reporter = ValidationReporter(self)
         if any(isinstance(observer, RunObserver) for observer in self.trainer.observers):
@@ -79,7 +79,7 @@ class Boundary:
         if run.rank_sync is not None:
             run.rank_sync.start()
         self._continue()
-        if self.saves is not None:  # it reserves memory for a copy of the state when that has its full size
+        if self.checkpoints is not None:  # it reserves memory for a copy of the state when that has its full size
             run.next_boundary = min(run.next_boundary, counters.updates + 1)
 
     # The steps, in their order.
@@ -97,11 +97,12 @@ class Boundary:
         self.clock.update()
         run.optimizer_steps.record_used_lrs()
         self.epoch_ended = epoch_ended
-        if epoch_ended and not counters.interrupted_validation:  # else it was counted before its validation
+        if epoch_ended and not counters.interrupted_validation:
+            # Otherwise this epoch was counted before its validation was interrupted: the run resumed there.
             self._count_epoch()
         counters.last_boundary = counters.updates
-        if self.saves is not None:
-            self.saves.arrive()
+        if self.checkpoints is not None:
+            self.checkpoints.arrive()
         counters.stopped = counters.stopped or self.clock.end_reached()
         for inspector in self._inspectors:
             inspector.at_boundary(epoch_ended=epoch_ended)
@@ -213,24 +214,24 @@ class Boundary:
         }
 
     def judge(self, row: Mapping[str, float], *, validated: bool) -> tuple[bool, bool]:
-        """Give the row to early stopping, checkpoints and schedule; return whether it is the best, and to be saved."""
+        """Give the row to early stopping, checkpoints and schedules; return whether it is the best, and to be saved."""
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
-        best = saves = False
-        watch, manager = self.watch, self.manager
-        if watch is not None and self._concerns(watch.settings.monitor, row, validated=validated):
-            best = saves = watch.judge(row, self.record.evaluation.errors, **where)
+        best = save_due = False
+        stopper, manager = self.early_stopper, self.manager
+        if stopper is not None and self._concerns(stopper.settings.monitor, row, validated=validated):
+            best = save_due = stopper.judge(row, self.record.evaluation.errors, **where)
             if best:
-                watch.weights = self._best_weights() if self.copies_best else None
-            self.counters.stopped = self.counters.stopped or watch.stopped
+                stopper.weights = self._best_weights() if self.copies_best else None
+            self.counters.stopped = self.counters.stopped or stopper.stopped
         monitor = None if manager is None else manager.settings.best
         if manager is not None and monitor and self._concerns(monitor, row, validated=validated):
-            saves = manager.judge(row, **where) or saves
-            if watch is None:
+            save_due = manager.judge(row, **where) or save_due
+            if stopper is None:
                 best = manager.best is not None and manager.best.update == where["update"]
         if validated or not self.val:  # each validation, or each epoch without one
             for schedule in self.run.schedules.values():
                 schedule.observe(row)
-        return best, saves
+        return best, save_due
 
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
         """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
@@ -242,9 +243,9 @@ class Boundary:
 
     def _best_weights(self) -> dict[str, Any]:
         """Return a host copy of the evaluation weights."""
-        assert self.watch is not None
+        assert self.early_stopper is not None
         with self.run.weights.evaluated():
-            return copied_weights(self.trainer.model, self.watch.weights)
+            return copied_weights(self.trainer.model, self.early_stopper.weights)
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Call the user's `end_epoch`, which may stop the run on one rank alone."""
@@ -267,24 +268,24 @@ class Boundary:
         if self.reporter is not None:
             self.reporter.report(row, best=False, validated=bool(self.val), final=True)
 
-    def save(self, *, keep: bool, validated: bool) -> None:
-        """Save, where a save is due: `every`, one of the best (`keep`), a request, or the end of the run."""
+    def save(self, *, save_due: bool, validated: bool) -> None:
+        """Save, where a save is due: `every`, one of the best (`save_due`), a request, or the end of the run."""
         self.clock.update()
-        if self.saves is None:
+        if self.checkpoints is None:
             return
         validated = validated or (self.epoch_ended and not self.val)
-        due = self.saves.is_due(validated=validated, epoch_ended=self.epoch_ended)
+        due = self.checkpoints.is_due(validated=validated, epoch_ended=self.epoch_ended)
         if self.counters.stopped:
-            self._save_at_the_end(self.saves)
-        elif due or keep or self._save_is_requested:
+            self._save_at_the_end(self.checkpoints)
+        elif due or save_due or self._save_is_requested:
             self._save_is_requested = False
-            self.saves.save()
-            self.saves.report()
+            self.checkpoints.save()
+            self.checkpoints.report()
 
-    def _save_at_the_end(self, saves: RunCheckpoints) -> None:
+    def _save_at_the_end(self, checkpoints: RunCheckpoints) -> None:
         """Begin the save that must succeed; `fit` raises its error once the model holds its final weights."""
         try:
-            saves.save()
+            checkpoints.save()
         except CheckpointError as failed:  # the state cannot be encoded
             self.record.outcome.save_error = failed
 
@@ -334,7 +335,7 @@ class ValidationReporter:
 
     def report(self, row: Mapping[str, float], *, best: bool, validated: bool, final: bool = False) -> None:
         """Report a row of the history, with the speed since the last report."""
-        boundary, counters, watch = self._boundary, self._boundary.counters, self._boundary.watch
+        boundary, counters, stopper = self._boundary, self._boundary.counters, self._boundary.early_stopper
         now = time.perf_counter()
         seconds, rows = now - self._last_time, counters.rows - self._last_rows
         record = Validation(
@@ -342,8 +343,8 @@ class ValidationReporter:
             update=int(row["update"]),
             metrics=dict(row),
             best=best,
-            waited=0 if watch is None else watch.waited,
-            patience=0 if watch is None else watch.settings.patience,
+            waited=0 if stopper is None else stopper.waited,
+            patience=0 if stopper is None else stopper.settings.patience,
             seconds=seconds,
             rows=rows,
             waiting=min(1.0, self._run.waited / seconds) if seconds else 0.0,

@@ -146,16 +146,16 @@ class FitContext:
         for epoch in range(start.begun_epochs):
             trainer._counters.epoch = epoch
             run.begin_epoch(epoch)
-        if not start.passes_over:
+        if not start.already_finished:
             _rehearse(trainer, run, val)
         # 6. The state is loaded, and it is known to be savable.
         lines = [*start.lines, *start.execute(trainer, boundary)]
-        if start.place:
+        if start.origin:
             align_state(trainer.optimizers.values())
         if manager is not None:
             lines += _check_saves(trainer, run, boundary)
         # 7. Clocks and triggers start at the loaded counters.
-        finished = start.place if trainer._counters.stopped else ""
+        finished = start.origin if trainer._counters.stopped else ""
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
         boundary.start()
 
@@ -317,19 +317,19 @@ class FitContext:
 
 def _await_last_save(boundary: Boundary) -> CheckpointError | None:
     """Wait for the save at the end, which must succeed; return its error where it has failed."""
-    saves, lost = boundary.saves, boundary.record.outcome.save_error
-    if saves is None:
+    checkpoints, lost = boundary.checkpoints, boundary.record.outcome.save_error
+    if checkpoints is None:
         return None
     try:
-        saves.report(wait=True)
+        checkpoints.report(wait=True)
     except CheckpointError as failed:
-        saves.report()  # of those before it that are complete
+        checkpoints.report()  # of those before it that are complete
         return lost or failed
     if lost is not None:  # it could not be encoded, and says nothing of those before
-        newest = next(iter(saves.manager.saved), None)
+        newest = next(iter(checkpoints.manager.saved), None)
         known = "there is no complete checkpoint of this run" if newest is None else f"the newest is {newest}"
         lost.add_note(f"{NOTE}the state at the end is not saved; {known}")
-    failing = saves.manager.failing  # a manager of the user's own that does not raise
+    failing = checkpoints.manager.failing  # a manager of the user's own that does not raise
     return lost or (CheckpointError(failing) if failing else None)
 
 

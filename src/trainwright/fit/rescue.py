@@ -18,8 +18,8 @@ def rescue(boundary: Boundary, error: BaseException) -> list[str]:
     if boundary.run.signals.received and isinstance(error, KeyboardInterrupt):  # a second Ctrl-C
         return []
     failures = _report_held(boundary)
-    run, saves, counters = boundary.run, boundary.saves, boundary.counters
-    if saves is None:
+    run, checkpoints, counters = boundary.run, boundary.checkpoints, boundary.counters
+    if checkpoints is None:
         return failures
     # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
     alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
@@ -35,11 +35,11 @@ def rescue(boundary: Boundary, error: BaseException) -> list[str]:
         try:
             if is_complete:
                 boundary.clock.update()
-                if not saves.has_current_state:
-                    saves.save(instead=rolled_back)
-            written = saves.manager.completed(wait=True, alone=alone)
+                if not checkpoints.has_current_state:
+                    checkpoints.save(instead=rolled_back)
+            written = checkpoints.manager.completed(wait=True, alone=alone)
             failing = "an observer failed in on_save of the last save"
-            saves.notify(written)
+            checkpoints.notify(written)
         except Exception as failed:
             failures.append(f"{failing}: {failed}")
     return failures

@@ -45,18 +45,18 @@ class FitEnd:
 
     def __init__(self, boundary: Boundary) -> None:
         self._run, self._trainer, self._counters = boundary.run, boundary.trainer, boundary.counters
-        self._ends, self._manager, self._watch = boundary.ends, boundary.manager, boundary.watch
+        self._ends, self._manager, self._early_stopper = boundary.ends, boundary.manager, boundary.early_stopper
         self._record, self._outcome = boundary.record, boundary.record.outcome
 
     def restore_best(self) -> None:
         """Load the final weights: averaged and/or best, as configured."""
         self._run.weights.install()
-        manager, watch = self._manager, self._watch
-        if watch is not None and watch.best is not None and watch.settings.restore_best:
-            if watch.weights is None:
-                self._load(watch.best)
+        manager, stopper = self._manager, self._early_stopper
+        if stopper is not None and stopper.best is not None and stopper.settings.restore_best:
+            if stopper.weights is None:
+                self._load(stopper.best)
             else:
-                self._load_into(watch.best, watch.weights, source="the best weights")
+                self._load_into(stopper.best, stopper.weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
         self._run.weights.install()  # once more: the next stage compares its weights with the best that was loaded
@@ -88,8 +88,8 @@ class FitEnd:
         if self._outcome.earlier is not None:
             return self._earlier_result(self._outcome.earlier)
         best = None if self._manager is None else self._manager.best
-        if best is None and self._watch is not None:
-            best = self._watch.best
+        if best is None and self._early_stopper is not None:
+            best = self._early_stopper.best
         weights = ", ".join([text for text in (self._run.weights.name, self._restored_text(best)) if text]) or "last"
         notes, final = self._notes(), self._outcome.final_validation
         return self._result(best=best, weights=weights, notes=notes, final_validation=final)

@@ -4,6 +4,12 @@ It starts fresh, resumes from a checkpoint, or had already finished in an earlie
 
 Nothing is loaded before the plan is complete: `begin_epoch` of the epochs that had begun runs in between, since it may
 add layers and parameter groups.
+
+Epoch, batch and updates are the counters in part `progress`. `DataPosition` checks the data; `Rollback.open_epoch`
+opens the epoch again without its first `counters.batch` batches. Refused, each with a fix: no complete checkpoint,
+several runs, another version (`checkpointing/load.py`, `format.py`); another run or later checkpoints in the directory
+(`CheckpointManager.adopt`); another optimizer (`_other_optimizer`); other parts or tensors (`parts.check`); other data
+(`data/source.py`).
 """
 
 from __future__ import annotations
@@ -49,9 +55,9 @@ class StartPlan:
     """The lines of the header on it."""
     begun_epochs: int = 1
     """Epochs of this stage whose `begin_epoch` runs before the state is loaded: it may change layers."""
-    place: str = ""
-    """The directory of the checkpoint, and that the stage is over, for the header; empty where none is loaded."""
-    passes_over: ClassVar[bool] = False
+    origin: str = ""
+    """Where the state is loaded from, in words for the header; empty where nothing is loaded."""
+    already_finished: ClassVar[bool] = False
     """Whether the stage has ended: nothing is trained in it."""
 
     def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
@@ -75,14 +81,16 @@ class ResumeFrom(StartPlan):
         given = _settings(trainer)
         reports, lines, seek = _restore(self, trainer, boundary)
         reports += [*disable_wrong_kernels(trainer.optimizers), *_unused(trainer, given)]
-        _find_position(boundary)
+        _find_unfinished_work(boundary)
+        # Last: an ended run sets the data at once, for another `fit` of them (`DataPosition`), and only now is it known
+        # whether this one has ended.
         reports += seek()
         if trainer.world.is_main and not counters.stopped:  # a finished run does not continue
             for report in reports:
                 warn_user(report)  # it matters without a console too
         if counters.stopped or not counters.begun or not run.random.epoch_start_state or not self.with_data:
             # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins again
-            run.random.resume_draws()
+            run.random.restore()
         at = counters.earlier_updates + counters.updates
         for observer in active_observers(trainer):
             observer.resume_at(at, counters.skipped, goes_on=not counters.stopped)
@@ -101,7 +109,7 @@ class AlreadyFinished(StartPlan):
     """Part `progress` of the checkpoint."""
     ended: dict[str, Any]
     """How this stage ended."""
-    passes_over: ClassVar[bool] = True
+    already_finished: ClassVar[bool] = True
 
     def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
         """Take the counters, history and weights that the stage ended with."""
@@ -154,7 +162,7 @@ def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int
     ended = progress["stages"][stage]
     return AlreadyFinished(
         lines=(f"passed over: {loaded.path} is of a later fit of this run",),
-        place=f"a stage in {loaded.path.parent}",
+        origin=f"a stage in {loaded.path.parent}",
         begun_epochs=ended["counters"]["epoch"] + ended["counters"]["begun"],
         checkpoint=loaded,
         progress=progress,
@@ -175,9 +183,9 @@ def _resume_from(trainer: TrainerLike, loaded: Loaded, asked: Resume, *, progres
     if difference := changed(saved, now):
         lines.append(difference)
     begun = progress["counters"]["epoch"] + progress["counters"]["begun"]
-    place = str(loaded.path.parent)
+    origin = str(loaded.path.parent)
     return ResumeFrom(
-        lines=tuple(lines), place=place, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=asked.data
+        lines=tuple(lines), origin=origin, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=asked.data
     )
 
 
@@ -271,7 +279,7 @@ def _restore(
 ) -> tuple[list[str], list[str], Callable[[], list[str]]]:
     """Give every part but the data its state.
 
-    Return the reports of the parts, lines for the header alone, and the function that seeks the position in the data.
+    Return the reports of the parts, lines for the header alone, and `seek`, which sets the position in the data.
     """
     loaded = plan.checkpoint
     parts, tree, origin = dict(trainer.parts()), dict(loaded.tree), str(loaded.path)
@@ -298,10 +306,13 @@ def _restore(
     return reports, matched, partial(run_parts.restore, {"data": part}, {"data": position}, origin=origin)
 
 
-def _find_position(boundary: Boundary) -> None:
-    """Find out whether the loaded run has ended, or work between two updates is still due where it was left."""
+def _find_unfinished_work(boundary: Boundary) -> None:
+    """Decide how the loaded run continues: it has ended, work of its last boundary is due, or its next window.
+
+    The position in the data is that of `DataPosition`.
+    """
     run, counters = boundary.run, boundary.counters
-    stopped_early = "" if boundary.watch is None else boundary.watch.stopped
+    stopped_early = "" if boundary.early_stopper is None else boundary.early_stopper.stopped
     ended = boundary.clock.end_reached() or stopped_early
     if counters.interrupted_validation == "final" and not (run.stop_reason or ended):
         counters.interrupted_validation = ""  # with a later end the run continues without it

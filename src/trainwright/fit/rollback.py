@@ -14,7 +14,7 @@ from trainwright.core.rng import RngCheckpoint, random_state, set_random_state
 from trainwright.core.trees import copy_tree
 from trainwright.data.source import Source
 from trainwright.protocols import Stateful, Tree
-from trainwright.update.per_rank_state import open_epoch
+from trainwright.update.per_rank_state import epoch_batches
 from trainwright.update.snapshot import Buffers, LossTotals, Snapshot, StateDicts, UserState
 from trainwright.update.trainer_like import TrainerLike, trained_modules
 
@@ -41,7 +41,7 @@ class LoopPhase:
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch."""
         self.phase = OPENING
-        iterator = open_epoch(self._trainer.world, self._source, self._trainer._counters.epoch)
+        iterator = epoch_batches(self._trainer.world, self._source, self._trainer._counters.epoch)
         self.phase = BETWEEN
         return iterator
 
@@ -90,22 +90,26 @@ class Rollback(LoopPhase):
             self._snapshot.refresh()
 
     def open_epoch(self) -> Iterator[Any]:
-        """Return the iterator of the current epoch, at its next batch; a resume sets every random state there."""
+        """Return the iterator of the current epoch, at its next batch.
+
+        After a resume: the random state of the epoch's start is set, the order is drawn again, `counters.batch` batches
+        are left out, and the random state of the save is set.
+        """
         counters, random = self._trainer._counters, self._random
-        resumed = random.boundary_state()
+        resumed = random.state_after_opening()
         now = resumed or random_state()
         start = random.epoch_start_state if resumed else {}
         data = copy_tree(self.data_position())
         self._before_opening = {"data": data, "random": {"epoch_start": start, "now": now}}
         # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
         self.phase = OPENING
-        random.resume_state, random.draws_temporarily = None, False
+        random.resume_state, random.restored_before_opening = None, False
         if resumed is None:
-            iterator = open_epoch(self._trainer.world, self._source, counters.epoch)
+            iterator = epoch_batches(self._trainer.world, self._source, counters.epoch)
             random.epoch_start_state = now
         else:
             set_random_state(random.epoch_start_state)
-            iterator = open_epoch(self._trainer.world, self._source, counters.epoch, skip=counters.batch)
+            iterator = epoch_batches(self._trainer.world, self._source, counters.epoch, skip=counters.batch)
             set_random_state(resumed)
         self.phase, self._before_opening = BETWEEN, {}
         return iterator

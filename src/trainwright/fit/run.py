@@ -159,17 +159,17 @@ class Run:
             asked = self.rank_sync.join().stop  # all ranks have the hook, or none
             if asked:
                 self.stop_now(asked)
-        self.at_boundary = counters.stopped != "" and not self.at_end
+        self.at_boundary = counters.stopped != "" and not self.at_epoch_end
         return iter(()) if self.at_boundary else self._windows(self._open_epoch())
 
     def _resumes_at_boundary(self) -> bool:
         """Return whether the work of a boundary, due or interrupted where the run was left, comes first."""
         kind, self.unfinished_boundary = self.unfinished_boundary, ""
         self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
-        if kind == "update" and not self.counters.interrupted_validation and self.at_end:
+        if kind == "update" and not self.counters.interrupted_validation and self.at_epoch_end:
             return False  # the work at the epoch's end includes it
         self.epoch_over, self.at_boundary = kind == "epoch", kind != "epoch"
-        self.random.resume_draws_temporarily()
+        self.random.restore_before_opening()
         return True
 
     def _open_epoch(self) -> Iterator[Window]:
@@ -200,13 +200,16 @@ class Run:
                 self.first_batch.open()
             self.strategy.begin(window)
             yield window
-            if self.counters.stopped and not self.at_end:
+            if self.counters.stopped and not self.at_epoch_end:
                 return
         rollback.phase = BETWEEN
         self.epoch_over = True
 
-    def count(self, window: Window) -> bool:
-        """Count the update and complete its numbers; return whether a step was applied in it."""
+    def finish_update(self, window: Window) -> bool:
+        """Finish the update: adapt the loss scale, count it, restore what it changed if no step was applied.
+
+        Returns whether one was applied.
+        """
         counters, status = self.counters, self.strategy.status
         self.rollback.phase = COUNTING
         if not counters.rows:
@@ -216,14 +219,14 @@ class Run:
         counters.batch += window.all_batches
         counters.rows += window.all_rows
         if not (status.applied or status.stepped):
-            self._count_idle()
+            self._finish_skipped()
             return False
         counters.updates += 1
         self._idle = 0
         return True
 
-    def _count_idle(self) -> None:
-        """Count an update in which no step was applied; raise after many of them in a row."""
+    def _finish_skipped(self) -> None:
+        """Count an update without a step, and restore what it changed; raise after many of them in a row."""
         status = self.strategy.status
         self.counters.skipped += status.is_refused
         if self.snapshot is not None and status.restores:
@@ -336,7 +339,7 @@ class Run:
             return NonFiniteOrigin((f"where it began cannot be shown: {first_line(error, 200)}",))
 
     @property
-    def at_end(self) -> bool:
+    def at_epoch_end(self) -> bool:
         """Whether no window of the epoch is left, by its length."""
         counters, plan = self.counters, self.plan
         if plan.epoch_updates is not None:
@@ -353,9 +356,9 @@ def choose_strategy(run: Run) -> UpdateStrategy:
     if trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
     if trainer.world.size > 1:
-        from trainwright.update.distributed_step import DistributedStep
+        from trainwright.update.distributed_check import DistributedCheck
 
-        return DistributedStep(run, update)
+        return DistributedCheck(run, update)
     choose = ImmediateCheck if path.why_immediate else _deferred_check(run)
     return choose(run, update)
 

@@ -56,7 +56,11 @@ class RunCheckpoints:
         return any(fired) if fired else validated
 
     def save(self, *, instead: Mapping[str, Tree] | None = None) -> None:
-        """Gather the state of all parts and hand it to the manager; `instead`: states in place of some parts'."""
+        """Gather the state of all parts and hand it to the manager; `instead`: states in place of some parts'.
+
+        With an average, part `model` has the evaluation weights, and part `average` the trained ones
+        (`EvaluationWeights.state_dict`): `load_weights` of a checkpoint gives what was validated.
+        """
         trainer, counters = self.trainer, self.counters
         update = counters.earlier_updates + counters.updates
         measured: dict[str, float] = {}
@@ -110,7 +114,7 @@ def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
         "precision": run.scaler,
         "schedule": NamedParts(run.schedules) if isinstance(trainer.schedule, Mapping) else run.schedules.get(ONLY),
         "average": run.weights if run.weights.differs else None,
-        "early_stopping": boundary.watch,
+        "early_stopping": boundary.early_stopper,
         "checkpoint": boundary.manager,
         "progress": RunProgress(run),
         "totals": run.tracker,

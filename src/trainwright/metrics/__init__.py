@@ -2,7 +2,8 @@
 
 A pass has one `MetricSet`: `update` with each batch gives every `PassMetric` output and target, `compute` reads them
 once at the end. Another metric is a function or an object that is given to the Trainer; another *kind* of metric is a
-subclass of `PassMetric` in `kinds.py`, and a line in `MetricSet.__init__`.
+subclass of `PassMetric` in `kinds.py`, and a line in `MetricSet.__init__`. A public name has a line in `__init__.pyi`,
+from which the package takes its names (`core/lazy.py`).
 
 Files in reading order:
 

@@ -8,6 +8,12 @@ throughput.py (rows per second, utilization, memory), profiler.py (torch's profi
 An observer gets records of plain numbers, and costs nothing in a step whose event it does not override. It runs on rank
 0 alone; all ranks need a `RunObserver` that has a `name`. After a resume the journal and the trackers hold each update
 once.
+
+To write one: subclass `Observer`, override `on_...`, and give it as `observers=[...]`. One that measures the run: a
+`RunObserver` (probes.py) with its `Inspector` in `fit/inspection.py`, and a line in `inspectors_of`. A new event: a
+method of `Observer`, its name in `protocols.EVENTS`, and a caller that asks `listeners`. The callers: `on_update`
+`update/reporter.py`; `on_validate`, `on_epoch` `fit/boundary.py`; `on_save` `fit/saving.py`; `on_fit_start`,
+`on_fit_end` `fit/context.py`; the others `fit/inspection.py`.
 """
 
 from trainwright.core.lazy import lazy_names

@@ -65,7 +65,7 @@ class Journal(Observer):
         self._held_back = self._resumed = 0
         """Skipped updates of this stage, so far and at its resume: `Progress.updates` does not count them."""
 
-    def resume_at(self, update: int, held_back: int = 0, *, goes_on: bool = True) -> None:
+    def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
         """Drop the records of the last run in the file after `update` and so many skipped updates: they will be redone.
 
         Records of saves of that update or earlier ones remain, though they were written later. `goes_on`: drop the
@@ -73,9 +73,9 @@ class Journal(Observer):
         """
         is_open = self._file is not None
         self._close()
-        self._held_back = self._resumed = held_back
+        self._held_back = self._resumed = skipped
         if self.path.exists():
-            self._cut(update, held_back, goes_on=goes_on)
+            self._cut(update, skipped, goes_on=goes_on)
         if is_open:
             self._open()
 

@@ -52,7 +52,7 @@ class LossScale:
         """The factor of every `grad_tensor` of `backward`: a float, or a 0-dim tensor on the device."""
         return 1.0
 
-    def factor(self) -> Any:
+    def inv_scale(self) -> Any:
         """Return the factor that unscales gradients: one over the scale."""
         return 1.0 / self.scale
 

@@ -5,18 +5,19 @@ In order of a call, from `Trainer.update`:
 - `window`: `Window` groups the micro-batches; `Window.weight` computes the weight of each loss, count / total.
 - `strategy`: `UpdateStrategy`, the object that a run calls for each stage of an update. `fit/run.py::choose_strategy`
   makes one before the first update: `ImmediateCheck` (the CPU, and whatever must know at once), `DeferredCheck` (CUDA
-  with fused optimizers) or `DistributedStep` (several ranks; with `sharded_window` and `per_rank_state`).
+  with fused optimizers) or `DistributedCheck` (several ranks: an `ImmediateCheck` after the
+  all-reduce; with `sharded_window` and `per_rank_state`).
 - `trainer_like`: what a run reads of its Trainer.
 - `batches`: the default step: batch -> inputs and target -> output -> loss. `hooks`: which methods the user overrides.
 - `loss_tracker`: `LossTracker.backward_args` turns the return of a step into a recorded number and the arguments of
   `torch.autograd.backward`: the loss, and its weight as `grad_tensor`. `losses`: the counts of torch's own losses.
   `running_means`: numbers are recorded, read together and averaged.
-- `UpdateStrategy.finish_backward`, after the last `backward`: all-reduces the gradients (`distributed_step`), and finds
-  the factor that they lack. `scale_and_check` applies it in the pass that flags NaN and inf (`optim/gradients.py`).
+- `UpdateStrategy.finish_backward`, after the last `backward`: all-reduces the gradients (`distributed_check`), finds
+  the factor that they lack. `unscale_and_check` applies it in the pass that flags NaN and inf (`optim/gradients.py`).
 - `optimizer_steps`: norm, clip and step of each optimizer. `manual_optimization`: `minimize`, closures, own updates.
 - `finite_check`: `check` reads loss, flag and norms before the step. `nonfinite_policy`: what a NaN leads to.
   `deferred_check`, with `device_state`: the same decided on the device, and read by the host some updates later.
-- `snapshot`: copies from before the update, which `fit/run.py::Run.count` restores if it is not applied.
+- `snapshot`: copies from before the update, which `fit/run.py::Run.finish_update` restores if it is not applied.
   `reporter`: the record of the update.
 
 Promises: the gradient of a window is that of one big batch, whatever it is cut into. Unless the policy is "ignore", an

@@ -97,10 +97,10 @@ class DeferredCheck(UpdateStrategy):
         if not self._reads.has_unread:
             self._applied = counters.updates
 
-    def scale_and_check(self, gradients: Gradients) -> Tensor | None:
+    def unscale_and_check(self, gradients: Gradients) -> Tensor | None:
         """Return the flag. Where clipping is fused the steps multiply, and the norm is checked for the gradients."""
         if not self._fuses_clipping:
-            return super().scale_and_check(gradients)
+            return super().unscale_and_check(gradients)
         run = self._run
         for step in run.optimizer_steps.all.steps:
             step.factor = self.pending_factor
@@ -126,7 +126,7 @@ class DeferredCheck(UpdateStrategy):
         pending = _Pending(
             update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=optimizers.numbers()),
             # A graph of autograd would hold the memory of an update until its numbers are read.
-            entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.collect()],
+            entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.pop_unread()],
             terms=tracker.terms,
             before=self._before,
             after=(run.counters.batch, run.counters.rows),
@@ -149,7 +149,7 @@ class DeferredCheck(UpdateStrategy):
     def _receive(self, pending: _Pending, numbers: list[float]) -> None:
         """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
         run, terms = self._run, pending.terms
-        run.tracker.take(pending.entries, numbers, terms)
+        run.tracker.add_read(pending.entries, numbers, terms)
         ends_run, left_out, *norms = numbers[2 * len(pending.entries) :]
         if ends_run:
             self._raise(pending, norms)
@@ -196,7 +196,7 @@ class DeferredCheck(UpdateStrategy):
         """Set counters and rates to the updates whose numbers were read, and drop those after them."""
         run, counters = self._run, self._run.counters
         self._reads.drop()
-        run.tracker.collect()
+        run.tracker.pop_unread()
         counters.updates, (counters.batch, counters.rows) = self._applied, place
         self.apply_schedules(counters.updates)
 

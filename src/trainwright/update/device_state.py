@@ -38,7 +38,7 @@ class DeviceScale(LossScale):
         """The factor of every `grad_tensor` of `backward`: a 0-dim tensor."""
         return self._scale
 
-    def factor(self) -> Any:
+    def inv_scale(self) -> Any:
         """Return the factor that unscales gradients, a 0-dim tensor in the widest dtype of the device."""
         return self._scale.to(widest_float(self._scale.device)).reciprocal()
 

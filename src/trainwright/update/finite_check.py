@@ -168,14 +168,14 @@ def _why_not_deferred(
     if checks:
         why += [reason for one in trainer.optimizers.values() if (reason := why_not_masked(one))]
     if scaler is not None or trainer.on_nonfinite == "skip":
-        why += _why_not_left_out(trainer, scaler, schedules)
+        why += _why_skips_are_not_deferred(trainer, scaler, schedules)
     return why
 
 
-def _why_not_left_out(
+def _why_skips_are_not_deferred(
     trainer: TrainerLike, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> Iterator[str]:
-    """Why the host must know at once which updates a loss scale, or "skip", leaves out."""
+    """Yield why the host must know at once that an update is skipped, by the loss scale or by "skip"."""
     hooks, skips = trainer._hooks, trainer.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:
         yield "a loss scale of your own"

@@ -31,9 +31,9 @@ BackwardArgs = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 class LossTracker(RunningMeans):
     """Finds the count and the weight of each loss, and records it: one path for training, evaluation and probes.
 
-    In training: step -> `backward_args` -> `record`, which finds the count of the loss (that of the step, else torch's
-    own divisor in the graph of the loss, else `count(batch)`, else rows) -> `Window.weight` -> `grad_tensor`, which is
-    weight times loss scale. An evaluation has a tracker of its own, without weights.
+    In training: step -> `backward_args` -> `record`, which finds the count of the loss (that of the step; else an
+    overridden `count(batch)`; else torch's own divisor in the graph of the loss; else rows) -> `Window.weight` ->
+    `grad_tensor`, which is weight times loss scale. An evaluation has a tracker of its own, without weights.
     """
 
     has_loss = False
@@ -65,14 +65,14 @@ class LossTracker(RunningMeans):
         """Start the update of a window."""
         if self.unread:  # logged by `after_update`, or probed
             self.read()
-        self.window, self._within, self.recording = window, True, True
+        self.window, self._epoch_begun, self.recording = window, True, True
         self.has_loss, self.loss = False, math.nan
         self.terms, self._probed = self._probed, {}
 
     def start_extra_pass(self) -> None:
         """Start a further pass over the window; only the first one is recorded (SAM and LBFGS run several)."""
         assert self.window is not None
-        self.window.begin()
+        self.window.restart()
         self.recording = False
 
     def backward_args(self, returned: Any) -> BackwardArgs:
@@ -134,7 +134,7 @@ class LossTracker(RunningMeans):
             return False
         if self.recording:
             value = host_reads.host_value(loss)
-            self._epoch.add("loss", value if is_sum else value * count, count)
+            self._sums.add("loss", value if is_sum else value * count, count)
         return True
 
     def _add(self, step_loss: StepLoss) -> None:
@@ -212,7 +212,7 @@ class LossTracker(RunningMeans):
         """Record a number of the user's own; `count` defaults to that of the current batch."""
         check_name(name, "logged")
         self._claim(name, "logged number")
-        if not self._within and self.batch is None:
+        if not self._epoch_begun and self.batch is None:
             fix = f"self.log({name!r}, ...) in after_update(self), or self.print(...) here"
             raise SettingError(message(f"log({name!r}, ...) outside a step", want="a call from a step", fix=fix))
         if self.recording:

@@ -56,7 +56,7 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
     if all(parameter.grad is None for parameter in chosen.gradients.parameters):
         raise nonfinite_policy.reaches_nothing(chosen.steps[0].name if run.optimizer_steps.named else "")
     missing = run.strategy.all_reduce_minimized(chosen.gradients.parameters)
-    run.strategy.pending_factor = missing if run.scaler is None else missing * run.scaler.factor()
+    run.strategy.pending_factor = missing if run.scaler is None else missing * run.scaler.inv_scale()
     if step_loss.count is None:  # a plain sum is reported per row
         assert tracker.window is not None
         return step_loss.mean, sum(tracker.window.rows), True
@@ -86,8 +86,8 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
         with torch.enable_grad():
             loss = closure()
         loss = run.strategy.all_reduce_closure_loss(loss, chosen.gradients)
-        found_inf = run.strategy.scale_and_check(chosen.gradients)
-        step.limit()
+        found_inf = run.strategy.unscale_and_check(chosen.gradients)
+        step.measure_and_clip()
         if not norms:
             if not run.strategy.check(found_inf, chosen):
                 raise _Refused

@@ -10,6 +10,11 @@ buffers stay as they are if they are finite, and the scale is lowered; at its lo
 of a skipped update counts in the mean of its epoch, which is then NaN. After `PATIENCE` updates in a row without a step
 the run ends in an error.
 
+Several ranks decide alike. The gradients are averaged before they are checked, so that a NaN of one rank is in those of
+all; the flag of sharded gradients is the largest of all ranks; the loss is that of all ranks
+(`DistributedCheck.may_step`). The deferred check (`deferred_check`) reaches the same verdict on the device, and the
+host learns of it up to three updates later.
+
 `finite_check.ImmediateCheck` asks `verdict_of` before the step; `device_state.DeviceVerdict` is the same on the device.
 """
 

@@ -31,7 +31,7 @@ class OptimizerStep:
         self.name, self.optimizer, self.clip = name, optimizer, clip
         self.measures_norm = wants_norm and not isinstance(clip, ClipNorm)
         """Whether the norm must be computed although clipping does not give it."""
-        self.limits = self.measures_norm or clip is not None
+        self.measures_or_clips = self.measures_norm or clip is not None
         """Whether gradients are measured or clipped before the step."""
         self.norm: Tensor | float | None = None
         """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
@@ -65,7 +65,7 @@ class OptimizerStep:
         scale = (lambda: self.scale) if fuses_clipping else None
         self.step = maskable_step_of(self.optimizer, found_inf, lrs, scale=scale)
 
-    def limit(self) -> None:
+    def measure_and_clip(self) -> None:
         """Measure the norm of the gradients if it is wanted, and clip them."""
         if self.fuses_clipping:
             self._fuse_clipping()

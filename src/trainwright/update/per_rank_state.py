@@ -56,7 +56,7 @@ def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]
         set_random_state(own)
 
 
-def open_epoch(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
+def epoch_batches(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
     """Return the batches of an epoch; several ranks draw its order from the random state of rank 0."""
     if world.size == 1:
         return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
@@ -82,7 +82,7 @@ def complete_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
 def _undealt(trainer: TrainerLike, source: Any) -> Iterator[Any]:
     source.deal(Shard(0, 1))
     try:
-        for one in open_epoch(trainer.world, source, 0):
+        for one in epoch_batches(trainer.world, source, 0):
             yield one.batch
     finally:
         source.deal(_part(trainer))  # a custom source is no copy: training continues with it
@@ -91,7 +91,7 @@ def _undealt(trainer: TrainerLike, source: Any) -> Iterator[Any]:
 def shard_batches(trainer: TrainerLike, source: Source, tracker: LossTracker) -> Iterator[Any]:
     """Yield the batches of an evaluation that have rows of this rank; dummies only where all ranks must run."""
     shards = trainer.parallel.shards
-    slices = open_epoch(trainer.world, source, 0)
+    slices = epoch_batches(trainer.world, source, 0)
     if shards and source.length is None:
         slices = equally_long(trainer.world, slices)
     for one in slices:

@@ -47,7 +47,7 @@ class RunningMeans:
     """The loss of the update in progress, in the user's own scale."""
     window: Window | None = None
     """The current window of training; None in an evaluation."""
-    _within = False
+    _epoch_begun = False
     """Whether an epoch has begun, to which a logged number belongs."""
 
     def __init__(self, metrics: MetricSet | None) -> None:
@@ -58,7 +58,7 @@ class RunningMeans:
         """Numbers of the update in progress that were read: each of several steps reads."""
         self._probed: Terms = {}
         """The numbers of probes since the last update, for the record of the next."""
-        self._epoch = Sums()
+        self._sums = Sums()
         """Sum and count of each number since the last `reset`."""
         self._kinds: dict[str, str] = {} if metrics is None else dict.fromkeys(metrics.names, "metric")
         """The kind of number that each name belongs to: a metric, a named loss, or a logged number."""
@@ -95,23 +95,23 @@ class RunningMeans:
             return host_reads.read(more)
         names, values, counts, _ = zip(*entries, strict=True)
         numbers = host_reads.read([*values, *counts, *more])
-        self.take(entries, numbers, None if self.window is None else self.terms)
+        self.add_read(entries, numbers, None if self.window is None else self.terms)
         if "loss" in names and self.window is not None:
             terms = self.terms["loss"]
             self.loss = terms[0][0] if len(terms) == 1 and not terms[0][2] else mean_of(terms)
         return numbers[2 * len(entries) :]
 
-    def take(self, entries: list[Entry], numbers: list[float], terms: Terms | None) -> None:
+    def add_read(self, entries: list[Entry], numbers: list[float], terms: Terms | None) -> None:
         """Add recorded numbers, given as they were read (all values, then all counts), to the terms of their update.
 
         A NaN is added like any number, also that of a skipped update: the mean of its epoch is NaN, so that it shows.
         """
         for (name, _, _, is_sum), value, count in zip(entries, numbers, numbers[len(entries) :], strict=False):
-            self._epoch.add(name, value if is_sum else value * count, count)
+            self._sums.add(name, value if is_sum else value * count, count)
             if terms is not None:
                 terms.setdefault(name, []).append((value, count, is_sum))
 
-    def collect(self) -> list[Entry]:
+    def pop_unread(self) -> list[Entry]:
         """Return the numbers recorded since the last call, unread, and forget them."""
         entries, self.unread = self.unread, []
         return entries
@@ -148,7 +148,7 @@ class RunningMeans:
         Metrics that only the steps of validation feed are left out of training's numbers.
         """
         self.read()
-        means = self._epoch.means()
+        means = self._sums.means()
         numbers = {prefix + name: value for name, value in means.items()}
         if self.metrics is not None and (self.metrics.can_compute or self.window is None):
             numbers |= self.metrics.compute(prefix, means)
@@ -170,16 +170,16 @@ class RunningMeans:
     def _merge(self, world: World) -> None:
         self.read()
         if not world.is_main:  # the numbers of probes are the same on all ranks: those of rank 0 count
-            self._epoch.drop(name for name, kind in self._kinds.items() if kind == PROBED)
+            self._sums.drop(name for name, kind in self._kinds.items() if kind == PROBED)
         if self.metrics is None:
-            reduce_to_rank0(world, [self._epoch])
+            reduce_to_rank0(world, [self._sums])
         else:
-            reduce_to_rank0(world, [self._epoch, self.metrics], device=self.metrics.device)
+            reduce_to_rank0(world, [self._sums, self.metrics], device=self.metrics.device)
 
     def reset(self) -> None:
         """Start new sums, those of the epoch to come."""
-        self._within, self.unread = False, []
-        self._epoch.reset()
+        self._epoch_begun, self.unread = False, []
+        self._sums.reset()
         if self.metrics is not None:
             self.metrics.reset()
 
@@ -187,14 +187,14 @@ class RunningMeans:
         """Return the running sums, and the numbers of probes for the record of the next update."""
         self.read()  # numbers that were logged since the check of the last update
         metrics = None if self.metrics is None else self.metrics.state_dict()
-        return {**self._epoch.state_dict(), "metrics": metrics, "probed": values_of(self._probed)}
+        return {**self._sums.state_dict(), "metrics": metrics, "probed": values_of(self._probed)}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Load saved sums."""
         check_form(tree, sums=is_numbers, counts=is_numbers, probed=is_numbers)
         if negative := [name for name, number in tree["counts"].items() if number < 0]:
             raise FormError(f"the count of {negative[0]!r} is negative")
-        self._epoch.load_state_dict(tree)
+        self._sums.load_state_dict(tree)
         if self.metrics is not None and tree["metrics"] is not None:
             self.metrics.load_state_dict(tree["metrics"])
         self._probed = {name: [(value, 1, False)] for name, value in tree["probed"].items()}

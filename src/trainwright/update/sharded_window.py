@@ -18,12 +18,14 @@ from trainwright.update.window import Move, Window
 class ShardedWindow(Window):
     """The micro-batches of a window that this rank runs.
 
-    Gradients are averaged over the ranks, so that a loss over n_i of the N things that the window counts has the weight
+    Gradients are averaged over the ranks, so that a loss over `count` of the `all_count` things that the window counts
+    has the weight
 
-        ranks * n_i / N
+        ranks * count / all_count
 
-    N is known only when all steps have run: the window's rows B take its place, and `missing_factor` is B / N, where N
-    is reduced with the gradients. A dummy, a micro-batch without a row of this rank, has the weight 0.
+    `all_count` is known only when all steps have run. The rows of the window take its place, and `missing_factor` is
+    `all_rows / all_count`, where `all_count` is reduced with the gradients. A dummy, a micro-batch without a row of
+    this rank, has the weight 0.
     """
 
     def __init__(
@@ -41,7 +43,7 @@ class ShardedWindow(Window):
         self.is_single = False
         self.all_rows, self.all_batches, self.ranks = all_rows, all_batches, ranks
         self.all_count: Count | None = None
-        """N, once it is reduced after the last `backward`; None for a plain sum."""
+        """The count of the window, once it is reduced after the last `backward`; None for a plain sum."""
         self.is_plain_sum = False
         """Whether its losses are sums that nothing divides."""
 
@@ -67,7 +69,7 @@ class ShardedWindow(Window):
 
     @property
     def missing_factor(self) -> Count:
-        """The factor that the gradients still lack, B / N; 1.0 for a plain sum, and where nothing is counted."""
+        """The factor that the gradients still lack: all_rows / all_count; 1.0 for a plain sum, and over nothing."""
         count = self.all_count
         if count is None:
             return 1.0
@@ -75,13 +77,13 @@ class ShardedWindow(Window):
             return torch.where(count == 0, torch.ones_like(count), self.all_rows / count)
         return self.all_rows / count if count else 1.0
 
-    def mean(self, count: Count, weighed: Count) -> Count:
+    def mean(self, count: Count, weighted_loss: Count) -> Count:
         """Return the loss of the window over all ranks, unscaled; NaN over nothing."""
         if self.is_plain_sum:
-            return weighed
+            return weighted_loss
         if isinstance(count, Tensor):
-            return weighed * self.all_rows / count  # 0 / 0 is NaN
-        return weighed * self.all_rows / count if count else torch.nan
+            return weighted_loss * self.all_rows / count  # 0 / 0 is NaN
+        return weighted_loss * self.all_rows / count if count else torch.nan
 
 
 def sharded_windows(

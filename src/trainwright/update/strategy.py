@@ -73,7 +73,7 @@ class UpdateStrategy:
         self.backward_args: Callable[[Any], BackwardArgs] = run.tracker.backward_args
         """Records the return of `step`; returns the arguments of `torch.autograd.backward`: loss and weight."""
         self.pending_factor: Count = 1.0
-        """The factor that `scale_and_check` applies: estimate / total of the counts, over the loss scale."""
+        """The factor that `unscale_and_check` applies: estimate / total of the counts, over the loss scale."""
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.trainer, run.optimizer_steps)
@@ -102,17 +102,17 @@ class UpdateStrategy:
     def finish_backward(self, window: Window) -> Any:
         """Complete the gradients after the last `backward` of a window; return its loss if user code reads it.
 
-        The factor that they lack is found here, and applied by `scale_and_check`: at once where user code reads them.
+        The factor that they lack is found here, and applied by `unscale_and_check`: at once where user code reads them.
         """
         run = self._run
         loss = run.tracker.window_loss
         self.all_reduce_gradients(window)
         missing = self.pending_factor = window.missing_factor
         if self.scaler is not None:
-            self.pending_factor = missing * self.scaler.factor()
+            self.pending_factor = missing * self.scaler.inv_scale()
             self.status.is_scaled = True
         if run.trainer._hooks.overrides_update:
-            self.scale_and_check(run.gradients)
+            self.unscale_and_check(run.gradients)
         return None if loss is None else self.complete_loss(loss, missing)
 
     def all_reduce_gradients(self, window: Window) -> None:
@@ -122,8 +122,8 @@ class UpdateStrategy:
         """Return the loss of the window: `loss` was weighted without `factor`, which was not known yet."""
         return loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
 
-    def scale_and_check(self, gradients: Gradients) -> Tensor | None:
-        """Multiply gradients by the pending factor, and check them, in one pass.
+    def unscale_and_check(self, gradients: Gradients) -> Tensor | None:
+        """Unscale the gradients and check them, in one pass: they are multiplied by `pending_factor`.
 
         Returns the flag of values that are not finite, a 0-dim tensor; None where nothing is checked.
         """

@@ -45,7 +45,7 @@ class Window(Sequence[Any]):
     begun = False
     """Whether its micro-batches are being run, or have been."""
     _moved: Any = None
-    _divisor: Count | None = None
+    _estimated_total: Count | None = None
     """The total of the counts, or an estimate of it, by which losses are divided; None before the first one."""
     _total: Count = 0
     """The sum of the counts of the losses that were weighted."""
@@ -95,10 +95,10 @@ class Window(Sequence[Any]):
         """Drop the batch on the device; it is moved again when it is read."""
         self._moved = None
 
-    def begin(self) -> None:
-        """Start a pass over the micro-batches: a window may be run several times (SAM, LBFGS)."""
+    def restart(self) -> None:
+        """Return to the first micro-batch for a further pass: a window may be run several times (SAM, LBFGS)."""
         self.position = -1
-        self._divisor, self._total = None, 0
+        self._estimated_total, self._total = None, 0
 
     def weight(self, count: Count | None, *, is_sum: bool) -> Count:
         """Return the weight of the loss of the micro-batch that has just run, without the loss scale.
@@ -107,12 +107,12 @@ class Window(Sequence[Any]):
         """
         if count is None or (self.is_single and not is_sum):
             return 1.0
-        if self._divisor is None:
-            self._divisor = one_for_zero(count if self.is_single else self._find_divisor(count))
+        if self._estimated_total is None:
+            self._estimated_total = one_for_zero(count if self.is_single else self._estimate_total(count))
         self._total = self._total + count
-        return (1.0 if is_sum else count) / self._divisor
+        return (1.0 if is_sum else count) / self._estimated_total
 
-    def _find_divisor(self, count: Count) -> Count:
+    def _estimate_total(self, count: Count) -> Count:
         """Return the total of the counts where the host knows it; else an estimate, from the count of the first loss.
 
         The estimate is near the total, so that scaled fp16 gradients stay in range, and exact for counts of rows.
@@ -126,16 +126,16 @@ class Window(Sequence[Any]):
 
     @property
     def missing_factor(self) -> Count:
-        """The factor that the gradients still lack: divisor / total, exactly 1.0 where the divisor is the total.
+        """The factor that the gradients still lack: estimated / real total, exactly 1.0 where they are equal.
 
         1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
         """
-        divisor, total = self._divisor, self._total
-        if divisor is None:  # plain sums, or the mean of a single micro-batch
+        estimate, total = self._estimated_total, self._total
+        if estimate is None:  # plain sums, or the mean of a single micro-batch
             return 1.0
         if isinstance(total, Tensor):
-            return torch.where(total == 0, 1.0, divisor / total)
-        return divisor / total if total else 1.0
+            return torch.where(total == 0, 1.0, estimate / total)
+        return estimate / total if total else 1.0
 
 
 @suggests

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-class DistributedStep(ImmediateCheck):
+class DistributedCheck(ImmediateCheck):
     """Makes the updates of a run of several ranks.
 
     The default update runs the step under torch's DDP, which averages gradients during `backward`. An `update` of the
@@ -44,7 +44,7 @@ class DistributedStep(ImmediateCheck):
 
     The policy and the weights need two numbers of all ranks for each window: its count, and its weighted loss. DDP
     averages them in the all-reduce of the gradients, for free: they are the gradient of a parameter of two zeros,
-    `_Step.stats_param`, of which each forward returns the dot product with the numbers of its micro-batch.
+    `_StepModule.stats_param`, of which each forward returns the dot product with the numbers of its micro-batch.
     """
 
     _window: ShardedWindow
@@ -78,7 +78,7 @@ class DistributedStep(ImmediateCheck):
             from trainwright.distributed.fsdp import set_sync
 
             self._set_sync = set_sync
-        self._module: _Step | None = None
+        self._module: _StepModule | None = None
         self._wrapped: Wrapped | None = None
         self._finds_unused = False
         """Whether the current window, the first of an epoch, finds the unused parameters."""
@@ -109,7 +109,7 @@ class DistributedStep(ImmediateCheck):
 
     def regroup(self) -> None:
         """Find the trained parameters again: layers may have been added, frozen or unfrozen, or are unused now."""
-        module, unused = _Step(self, self._trainer), self._settings.find_unused_parameters
+        module, unused = _StepModule(self, self._trainer), self._settings.find_unused_parameters
         if self._module is not None and self._module.layout == module.layout:
             all_used = self._wrapped is not None and not self._wrapped.unused
             self._finds_unused = all_used and unused == "auto" and not self._settings.static_graph
@@ -199,12 +199,12 @@ class DistributedStep(ImmediateCheck):
         self._read_stats(stats)
         return self._window.missing_factor
 
-    def scale_and_check(self, gradients: Gradients) -> Tensor | None:
+    def unscale_and_check(self, gradients: Gradients) -> Tensor | None:
         """Average gradients that a `backward` of the user has made, then scale and check them."""
         if self._is_default:
-            return super().scale_and_check(gradients)
+            return super().unscale_and_check(gradients)
         self._reduce_manual(gradients.parameters)
-        found_inf = super().scale_and_check(gradients)
+        found_inf = super().unscale_and_check(gradients)
         self._mark(gradients.parameters)
         return found_inf
 
@@ -285,7 +285,7 @@ class DistributedStep(ImmediateCheck):
         return overflowed, rest
 
     def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
-        """Decide by the loss of all ranks, so that each of them decides alike."""
+        """Decide by the loss of all ranks, so that each decides alike; their gradients are averaged."""
         return super().may_step(chosen, self._checked_loss, overflowed=overflowed)
 
     def _loss_of_ranks(self) -> Count:
@@ -377,10 +377,10 @@ class DistributedStep(ImmediateCheck):
             tracker.recording = recording
 
 
-class _Step(nn.Module):
+class _StepModule(nn.Module):
     """A module whose forward is the step, so that DDP can wrap whatever the step calls."""
 
-    def __init__(self, strategy: DistributedStep, trainer: TrainerLike) -> None:
+    def __init__(self, strategy: DistributedCheck, trainer: TrainerLike) -> None:
         super().__init__()
         self._strategy = [strategy]  # in a list: not a submodule
         self.model = trainer.model
