@@ -261,7 +261,7 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role:
 
 
 def _is_weighed(inner: tuple[FrameType, ...]) -> bool:
-    """Return whether the tracker has weighted the loss of the current micro-batch: not in a step, nor while recording."""
+    """Return whether the tracker has weighted the loss of the current micro-batch: not in a step, nor in `record`."""
     first, called = inner[0], {frame.f_code.co_name for frame in inner}
     if module_of(first).startswith("torch."):
         return first.f_code.co_name == "backward"
