@@ -337,7 +337,7 @@ class _EarlierFolds:
             raise SettingError(
                 f"make_trainer() gave {again[0]} again, to fold {fold}: it has seen the rows that are to be held out",
                 want="a fresh model, optimizer and trainer at each call",
-                fix="def make_trainer(): model = Net(); return Trainer(model, torch.optim.SGD(model.parameters()))",
+                fix="def make_trainer(): model = Net(); return Trainer(model, SGD(model.parameters()), ...)",
             )
         self._tensors += [(weakref.ref(tensor), f"{name} of fold {fold}") for name, tensor in tensors]
         if trainer.checkpoint is not None:
