@@ -283,7 +283,7 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
         raise ProtocolError(f"a target of {rows} rows cannot be cut into batches", want="4 rows or more")
     numbers = _PassNumbers(metric, (output, target), rtol)
     given = copy_tree((output, target))
-    whole = numbers.of((0, rows))
+    of_all = numbers.of((0, rows))
     if _differs((output, target), given):
         raise ProtocolError(
             f"{name} changes the output or the target", want="tensors that are only read: others read them too"
@@ -291,21 +291,21 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
     for cut in (1, rows // 3, rows - 1):
         numbers.expect(
             numbers.of((0, cut), (cut, rows)),
-            whole,
+            of_all,
             want="the number of all rows, however they are cut into batches",
             fix="sum numerators and counts in update, and divide in compute; in a function return one value per row, "
             "MeanLoss(value, count) or over_all(fn)",
             when=f"for batches of {cut} and {rows - cut} rows",
         )
-    _check_used_metric(numbers, whole, rows)
-    _check_saved_metric(numbers, whole, rows)
+    _check_used_metric(numbers, of_all, rows)
+    _check_saved_metric(numbers, of_all, rows)
     if callable(getattr(metric, "merge", None)):
         for spans in (((0, rows // 3), (rows // 3, rows)), ((rows // 3, rows), (0, rows // 3))):
             one, other = map(numbers.started, spans)
             one.merge(other.state_dict())
             numbers.expect(
                 one.compute(),
-                whole,
+                of_all,
                 want="a merge that adds all that the other was updated with",
                 fix="def merge(self, other): add every attribute that update changes",
                 when="merged from two ranks",
@@ -375,13 +375,13 @@ class _PassNumbers:
                 )
 
 
-def _check_used_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int) -> None:
+def _check_used_metric(numbers: _PassNumbers, of_all: dict[str, float], rows: int) -> None:
     """Check that `compute` changes nothing, and that `reset` leaves nothing."""
     used = numbers.started((0, 1))
     used.compute()
     used.update(*numbers.rows(1, rows))
     numbers.expect(
-        used.compute(), whole, want="a compute that changes nothing", fix="", when="where compute ran between batches"
+        used.compute(), of_all, want="a compute that changes nothing", fix="", when="where compute ran between batches"
     )
     for begin, end in ((0, rows // 2), (rows // 2, rows)):
         used.reset()
@@ -395,7 +395,7 @@ def _check_used_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int
         )
 
 
-def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int) -> None:
+def _check_saved_metric(numbers: _PassNumbers, of_all: dict[str, float], rows: int) -> None:
     name = _name_of(numbers.metric)
     begun = numbers.started((0, rows // 2))
     try:
@@ -415,7 +415,7 @@ def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: in
         ) from error
     numbers.expect(
         found,
-        whole,
+        of_all,
         want="a saved pass that ends as one that was never stopped",
         fix="return all that update changes from state_dict(), and load it",
         when="where it was saved between batches",
@@ -423,7 +423,7 @@ def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: in
     begun.update(*numbers.rows(rows // 2, rows))
     numbers.expect(
         begun.compute(),
-        whole,
+        of_all,
         want="a copy that shares nothing with the one that was saved",
         fix="attributes of the object, set in __init__, and none of the class",
         when="where a copy of it was updated",

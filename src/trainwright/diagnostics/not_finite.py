@@ -159,7 +159,7 @@ class _ModuleSearch:
         try:
             with self._aside():
                 return self._searched()
-        except Exception as error:  # code of the user's own, which may count its calls: the reported error stays
+        except Exception as error:  # the user's code may count its calls; the first error is the one reported
             return NonFiniteOrigin((f"a second forward, to find the module, failed with {type(error).__name__}",))
 
     def _searched(self) -> NonFiniteOrigin:
@@ -216,7 +216,7 @@ class _ModuleSearch:
             undo.enter_context(Snapshot(Buffers(lambda: roots)))
             undo.enter_context(rng_preserved())
             undo.enter_context(modes.untouched(*roots))
-            if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
+            if "torch._dynamo" in sys.modules:  # hooks of compiled modules are called in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(setattr, trainer, "state", state)
             undo.callback(setattr, trainer, "_tracker", tracker)
@@ -225,7 +225,7 @@ class _ModuleSearch:
             for root in roots:
                 for name, module in root.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):
-                        continue  # it takes no hooks of Python's
+                        continue  # it takes no Python hooks
                     shown = title(name, module) if root is trainer.model else title("", module)
                     before = module.register_forward_pre_hook(
                         partial(self._enter, shown), with_kwargs=True, prepend=True
