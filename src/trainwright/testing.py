@@ -1,4 +1,4 @@
-"""Checks for an object of your own that fills one of the five protocols: calls for its unit tests.
+"""Checks of your own implementations of the five protocols, to be called in their unit tests.
 
 Each check uses the object as a run does, on the CPU and within a second, and raises ProtocolError for the first rule
 of the protocol that it breaks: what it did, what a run needs, and what to write.
@@ -35,7 +35,7 @@ from trainwright.trainer import Trainer
 
 
 class ProtocolError(TrainwrightError, AssertionError):
-    """An object breaks a rule of the protocol that it is meant to fill."""
+    """An object breaks a rule of the protocol that it implements."""
 
 
 # Clip
@@ -74,7 +74,7 @@ def check_clip(clip: Clip) -> None:
 
 
 def _check_clip_without_values(clip: Clip, name: str) -> None:
-    """Run a clip on tensors without values: reading one is an error there."""
+    """Run a clip on tensors of the meta device, where reading a value is an error."""
     try:
         clip(_parameters_with_gradients(1.0, device="meta"))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -89,7 +89,7 @@ def _check_clip_without_values(clip: Clip, name: str) -> None:
 
 
 def _clipped(clip: Clip, name: str, *, scale: float) -> float | None:
-    """Clip gradients of this scale, check what has changed, and return the norm that the clip returned."""
+    """Clip gradients of this scale, check the changes, and return the norm that the clip returned."""
     parameters = _parameters_with_gradients(scale)
     values = [parameter.detach().clone() for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
@@ -126,7 +126,7 @@ def _clipped(clip: Clip, name: str, *, scale: float) -> float | None:
 
 
 def _parameters_with_gradients(scale: float, device: str = "cpu") -> list[Tensor]:
-    """Three parameters of a model; the last took no part in the loss."""
+    """Return three parameters, of which the last has no gradient."""
     draws = torch.Generator().manual_seed(0)
     parameters: list[Tensor] = []
     for shape in ((4, 3), (4,), (2, 2)):
@@ -195,7 +195,7 @@ def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int 
 
 
 class _ScheduledRun:
-    """A schedule on an optimizer, stepped as by a run: epochs end, and each is validated."""
+    """A schedule on an optimizer, stepped as in a run whose epochs are validated."""
 
     def __init__(self, schedule: Schedule, plan: Plan, lr: float) -> None:
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
@@ -213,7 +213,7 @@ class _ScheduledRun:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def rates_until(self, end: int) -> list[float]:
-        """Return the rates of the updates from the present one to `end`."""
+        """Return the rates of the updates from the current one to `end`."""
         rates = []
         while self.updates < end:
             self.bound.apply(self.updates)
@@ -284,7 +284,7 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
         raise ProtocolError(f"a target of {rows} rows cannot be cut into batches", want="4 rows or more")
     numbers = _PassNumbers(metric, (output, target), rtol)
     given = copy_tree((output, target))
-    whole = numbers.of((0, rows))
+    of_all = numbers.of((0, rows))
     if _differs((output, target), given):
         raise ProtocolError(
             f"{name} changes the output or the target", want="tensors that are only read: others read them too"
@@ -292,21 +292,21 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
     for cut in (1, rows // 3, rows - 1):
         numbers.expect(
             numbers.of((0, cut), (cut, rows)),
-            whole,
+            of_all,
             want="the number of all rows, however they are cut into batches",
             fix="sum numerators and counts in update, and divide in compute; in a function return one value per row, "
             "MeanLoss(value, count) or over_all(fn)",
             when=f"for batches of {cut} and {rows - cut} rows",
         )
-    _check_used_metric(numbers, whole, rows)
-    _check_saved_metric(numbers, whole, rows)
+    _check_used_metric(numbers, of_all, rows)
+    _check_saved_metric(numbers, of_all, rows)
     if callable(getattr(metric, "merge", None)):
         for spans in (((0, rows // 3), (rows // 3, rows)), ((rows // 3, rows), (0, rows // 3))):
             one, other = map(numbers.started, spans)
             one.merge(other.state_dict())
             numbers.expect(
                 one.compute(),
-                whole,
+                of_all,
                 want="a merge that adds all that the other was updated with",
                 fix="def merge(self, other): add every attribute that update changes",
                 when="merged from two ranks",
@@ -332,7 +332,7 @@ def _refuse_non_metrics(metric: Any, name: str) -> None:
 
 
 class _PassNumbers:
-    """The numbers that passes over cuts of one batch give."""
+    """Computes the numbers of passes over slices of one batch."""
 
     def __init__(self, metric: Any, batch: tuple[Any, Any], rtol: float) -> None:
         self.metric, self._batch, self._rtol = metric, batch, rtol
@@ -376,13 +376,13 @@ class _PassNumbers:
                 )
 
 
-def _check_used_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int) -> None:
+def _check_used_metric(numbers: _PassNumbers, of_all: dict[str, float], rows: int) -> None:
     """Check that `compute` changes nothing, and that `reset` leaves nothing."""
     used = numbers.started((0, 1))
     used.compute()
     used.update(*numbers.rows(1, rows))
     numbers.expect(
-        used.compute(), whole, want="a compute that changes nothing", fix="", when="where compute ran between batches"
+        used.compute(), of_all, want="a compute that changes nothing", fix="", when="where compute ran between batches"
     )
     for begin, end in ((0, rows // 2), (rows // 2, rows)):
         used.reset()
@@ -396,7 +396,7 @@ def _check_used_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int
         )
 
 
-def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: int) -> None:
+def _check_saved_metric(numbers: _PassNumbers, of_all: dict[str, float], rows: int) -> None:
     name = name_of(numbers.metric)
     begun = numbers.started((0, rows // 2))
     try:
@@ -416,7 +416,7 @@ def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: in
         ) from error
     numbers.expect(
         found,
-        whole,
+        of_all,
         want="a saved pass that ends as one that was never stopped",
         fix="return all that update changes from state_dict(), and load it",
         when="where it was saved between batches",
@@ -424,7 +424,7 @@ def _check_saved_metric(numbers: _PassNumbers, whole: dict[str, float], rows: in
     begun.update(*numbers.rows(rows // 2, rows))
     numbers.expect(
         begun.compute(),
-        whole,
+        of_all,
         want="a copy that shares nothing with the one that was saved",
         fix="attributes of the object, set in __init__, and none of the class",
         when="where a copy of it was updated",
@@ -552,7 +552,7 @@ def _trained(*observers: Observer) -> Tree:
 
 
 def _saved_and_loaded(part: Stateful, what: str) -> Tree:
-    """Return the state of an object as a checkpoint gives it back, in tensors of its own."""
+    """Return a copy of the state of an object as it is after saving and loading."""
     try:
         jsonable, tensors = flatten(part.state_dict())
     except CheckpointError as error:

@@ -169,6 +169,18 @@ def test_a_number_of_folds_keeps_classes_in_their_shares_and_groups_together() -
     assert len(cross_validate(make_trainer, (x, few), 3, seed=0, **ADVICE).folds) == 3
 
 
+def test_numbers_of_numpy_are_numbers_of_folds_and_of_rows() -> None:
+    one = cross_validate(make_trainer, (x, y), 3, seed=0, **ADVICE)
+    other = cross_validate(make_trainer, (x, y), np.int64(3), seed=0, **ADVICE)
+    rows = [fold.rows.tolist() for fold in one.folds]
+    assert [fold.rows.tolist() for fold in other.folds] == rows and rows[0] != list(range(20))
+    wide, narrow = (
+        cross_validate(make_trainer, (x, y), [(every[:40], every[40:])], seed=0, **ADVICE).folds[0]
+        for every in (np.arange(60), np.arange(60, dtype=np.uint8))
+    )
+    assert torch.equal(wide.predictions, narrow.predictions) and (wide.rows == narrow.rows).all()
+
+
 class Rows(Dataset[Any]):
     def __len__(self) -> int:
         return 60
@@ -305,6 +317,8 @@ def test_rows_and_groups_on_both_sides_are_refused() -> None:
     [
         ({"folds": 1}, "from 2 to 60"),
         ({"folds": "five"}, "a number, a splitter of scikit-learn"),
+        ({"folds": None}, "a number, a splitter of scikit-learn"),
+        ({"folds": True}, "n_splits=2 or more"),
         ({"folds": [(range(50), [60])]}, "from 0 to 59"),
         ({"folds": [(range(50), [51, 51])]}, "each once"),
         ({"folds": [range(50)]}, "a pair"),

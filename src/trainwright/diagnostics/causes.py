@@ -23,7 +23,7 @@ from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.update.losses import fix_of_shapes
 
 MOST_SEARCHED = 10_000_000
-"""Targets with more elements are not searched for their extremes."""
+"""The largest number of targets whose minimum and maximum are computed."""
 
 
 class Explanation(NamedTuple):
@@ -42,11 +42,11 @@ class Rule:
     error: type[Exception] | tuple[type[Exception], ...] = Exception
     """The class of the error."""
     text: tuple[str, ...] = ()
-    """Parts of the error's message, of which one is there."""
+    """Texts of which the error's message contains one."""
     layer: tuple[type[nn.Module], ...] = ()
-    """Types of the module that was called, with one tensor."""
+    """Types of the innermost module that was called; its input is one tensor."""
     loss: tuple[str, ...] = ()
-    """The function of `torch.nn.functional` that was called, with two tensors."""
+    """Functions of `torch.nn.functional` of which one was called, with two tensors."""
 
     def apply(self, failure: Failure) -> Explanation | None:
         """Return the explanation of a failure, or None where the rule does not apply."""
@@ -124,7 +124,7 @@ def step_that_calls_backward(failure: Failure) -> Explanation | None:
 
 
 def explain_own_backward(trainer: Any) -> Explanation | None:
-    """The explanation where a training step of the user calls `backward` on its loss, as a hand-written loop does."""
+    """Return the explanation for a training step that calls `backward` itself, as a hand-written loop does."""
     if not any("backward" in code.co_names for code in _user_code(trainer, "training_step")):
         return None
     return Explanation(
@@ -152,7 +152,7 @@ def output_that_is_no_tensor(failure: Failure) -> Explanation | None:
 
 
 def _scores(output: Any) -> str:
-    """The part of an output that the loss most likely takes, as it is written in Python."""
+    """Return the part of an output that the loss most likely takes, as a Python expression."""
     if isinstance(output, tuple | list):
         return f"output[{next((i for i, value in enumerate(output) if isinstance(value, Tensor)), 0)}]"
     held: Mapping[str, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -379,7 +379,7 @@ def channels_of_a_convolution(failure: Failure, conv: nn.Conv2d, given: Tensor) 
 
 
 def _called(failure: Failure) -> str:
-    """The innermost module that was called, by type and name; the model where none was."""
+    """Return type and name of the innermost module that was called, or of the model."""
     return type(failure.trainer.model).__name__ if failure.layer is None else failure.layer.title
 
 
@@ -438,7 +438,7 @@ def other_inputs_than_forward_takes(failure: Failure) -> Explanation | None:
 
 
 def _ends_in_weights(failure: Failure) -> bool:
-    """Whether a batch is (inputs ..., target, weight), with a weight for each row."""
+    """Return whether a batch is (inputs ..., target, weight), with a weight for each row."""
     items = failure.batch
     if not isinstance(items, tuple | list) or len(items) < 3 or not all(isinstance(one, Tensor) for one in items):
         return False
@@ -448,7 +448,7 @@ def _ends_in_weights(failure: Failure) -> bool:
 
 
 def _weighted_step(failure: Failure) -> str:
-    """The body of a training step that takes the mean of the loss over the rows, each by its weight."""
+    """Return the body of a training step whose loss is the weighted mean over the rows."""
     loss, inputs = failure.trainer.loss, "x" if len(failure.batch) == 3 else "*x"
     each = "loss_of_rows(output, y)"
     if isinstance(loss, nn.Module):
@@ -475,7 +475,7 @@ def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
 
 
 def splits_in_training(trainer: Any) -> bool:
-    """Whether a training step takes inputs and target from `split`: the default one, or one that calls either."""
+    """Return whether the training step takes inputs and target from `split`, directly or by the default step."""
     codes = _user_code(trainer, "training_step")
     return not trainer._hooks.overrides_training_step or any(
         {"split", "training_step"} & set(code.co_names) for code in codes
@@ -483,7 +483,7 @@ def splits_in_training(trainer: Any) -> bool:
 
 
 def _user_code(trainer: Any, name: str) -> list[CodeType]:
-    """The code of a step in each subclass that overrides it."""
+    """Return the code objects of a step in the subclasses that override it."""
     written = [vars(cls)[name] for cls in type(trainer).__mro__ if name in vars(cls)]
     # The last is the Trainer's own.
     return [function.__code__ for function in written[:-1] if inspect.isfunction(function)]

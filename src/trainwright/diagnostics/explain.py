@@ -17,7 +17,7 @@ _IN_VALIDATION = (
 
 
 def explain(error: BaseException, trainer: Any) -> None:
-    """Add one note to an exception of a training, validation or predict step; type, message and traceback stay.
+    """Add one note to an exception of a training, validation or predict step; type, message and traceback remain.
 
     Errors of this library, interrupts, and errors that carry such a note already are left alone.
     """
@@ -56,7 +56,7 @@ def _note(failure: Failure) -> str:
 
 
 def _failed(failure: Failure) -> str:
-    """The name of what failed, as the user knows it."""
+    """Return the name of the metric, loss, module or step that failed, as in the user's code."""
     if failure.metric:
         return f"metric {failure.metric!r}"
     if failure.loss is not None:

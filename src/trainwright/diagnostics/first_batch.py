@@ -21,9 +21,9 @@ from trainwright.core.trees import inside
 
 _FORMS = ("View", "Reshape", "Permute", "Transpose", "TBackward", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Slice")
 _OTHER_FORMS = ("Select", "Index", "Clamp", "Alias", "UnsafeView", "Expand", "Cat", "Stack", "MaskedSelect")
-"""Operations that leave numbers what they are, but for their place, type or extremes."""
+"""Autograd nodes of operations that do not compute new values, but may move, cast or clamp them."""
 _LINEAR = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Mv", "Linear", "NativeBatchNorm", "NativeLayerNorm")
-"""Operations whose results are no probabilities, whatever values they happen to have."""
+"""Autograd nodes whose results are no probabilities, even where their values look so."""
 
 
 class FirstBatch(TorchFunctionMode):
@@ -32,31 +32,31 @@ class FirstBatch(TorchFunctionMode):
     def __init__(self, *, checks: bool) -> None:
         super().__init__()
         self._left = dict(_CHECKS) if checks else {}
-        """The losses that were not called yet."""
+        """The checks of losses that have not been called yet."""
         self._found: list[str] = []
         self._is_open = False
 
     def open(self) -> None:
-        """Begin to check; a second call is a no-op."""
+        """Start the checks; a second call is a no-op."""
         if self._left and not self._is_open:
             self._is_open, mode = True, cast(Any, self)  # torch's method has no types
             mode.__enter__()
 
     def close(self) -> None:
-        """Check no more; a second call is a no-op."""
+        """End the checks; a second call is a no-op."""
         if self._is_open:
             self._is_open, mode = False, cast(Any, self)
             mode.__exit__(None, None, None)
 
     def warn(self) -> None:
-        """Check no more, and warn of what was found."""
+        """End the checks, and issue a warning for each mistake that was found."""
         self.close()
         for text in self._found:
             warn(text, stacklevel=5)  # the call of `fit`
         self._found = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Let torch compute; the first call of each loss is checked."""
+        """Call the function, and check the first call of each loss."""
         returned = func(*args, **(kwargs or {}))
         check = self._left.pop(func, None)
         output = args[0] if args else (kwargs or {}).get("input")
@@ -71,7 +71,7 @@ class FirstBatch(TorchFunctionMode):
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether any module is compiled: it would be compiled once with the mode and once without."""
+    """Return whether any module is compiled: the mode would cause a second compilation."""
     return "torch._dynamo" in sys.modules and any(map(torch_private.is_compiled, inside(model)))
 
 
@@ -89,7 +89,7 @@ def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:
 
 
 def _are_distributions(output: Tensor, made_by: str) -> bool:
-    """Return whether rows sum to 1, none negative, and not by chance."""
+    """Return whether the rows are nonnegative and sum to 1, other than by chance."""
     dim = 1 if output.ndim > 1 else 0
     if output.shape[dim] < 2 or not output.is_floating_point():
         return False
@@ -102,7 +102,7 @@ def _are_distributions(output: Tensor, made_by: str) -> bool:
 
 
 def _under_nll(output: Tensor, loss: Tensor) -> str | None:
-    """Return the warning for values that are no log-probabilities: such give no loss below 0."""
+    """Return the warning for values that are no log-probabilities: with these the loss is never negative."""
     made_by = _origin(output)
     if made_by.startswith("LogSoftmax"):
         return None
@@ -131,7 +131,7 @@ def _under_bce(output: Tensor, loss: Tensor) -> str | None:
 
 
 def _origin(output: Tensor) -> str:
-    """Return the name of the operation whose numbers a tensor holds, in any form; empty without a graph."""
+    """Return the autograd node that computed the values of a tensor; empty without a graph."""
     node: Any = output.grad_fn
     while node is not None:
         name = type(node).__name__
@@ -146,4 +146,4 @@ _CHECKS: dict[Any, Callable[[Tensor, Tensor], str | None]] = {
     F.nll_loss: _under_nll,
     F.binary_cross_entropy_with_logits: _under_bce,
 }
-"""The check of each loss, by the output and the loss."""
+"""The check of each loss: a function of the output and the loss."""

@@ -15,11 +15,11 @@ from trainwright.update.window import Window, find_rows
 
 STEPS = ("training_step", "validation_step", "predict_step")
 MOST_ITEMS, DEEPEST = 4, 3
-"""How much of a nested batch is shown."""
+"""The items and the depth of a nested batch that are shown."""
 
 
 class Missing:
-    """The absence of a value in the frames, where None may be a value."""
+    """The type of `MISSING`, a value that no frame holds; None may be a value."""
 
 
 MISSING = Missing()
@@ -33,7 +33,7 @@ class CalledLayer:
     """Its name in the model; empty for the model itself."""
     module: nn.Module
     given: Tensor | None
-    """Its input, where that is one tensor with dimensions."""
+    """Its input if that is a tensor with dimensions, else None."""
 
     @property
     def title(self) -> str:
@@ -46,7 +46,7 @@ class LossCall:
     """The call of a loss that failed."""
 
     name: str
-    """The name by which the user knows it."""
+    """Its name in the user's code."""
     function: str = ""
     """Its function of `torch.nn.functional`; empty where none was reached."""
     output: Any = None
@@ -67,21 +67,21 @@ class Failure:
     place: str
     """The batch in words: "train batch 3 of epoch 1"."""
     batch: Any
-    """The batch as the step got it, or MISSING."""
+    """The batch as passed to the step, or MISSING."""
     rows: int
-    """Rows of the batch; 0 where they are not known."""
+    """The number of rows of the batch; 0 where it is unknown."""
     frames: tuple[FrameType, ...]
     """The frames inside the loop over batches, outermost first."""
     step: str
-    """The name of the step that was running, or `update`; empty where none was."""
+    """The name of the step that raised, or `update`; empty where neither did."""
     in_default_step: bool
-    """Whether it was the Trainer's own step, which splits batches and calls the model and the loss."""
+    """Whether it was the default step, which splits batches and calls the model and the loss."""
     inputs: Any
     """The arguments that the default step passes to the model, or MISSING."""
     output: Any
-    """The output of the model where a frame still holds it, or MISSING."""
+    """The output of the model if a frame holds it, else MISSING."""
     returned: Any
-    """The result of the step where it has returned, or None."""
+    """The result of the step if it has returned, else None."""
     layer: CalledLayer | None
     loss: LossCall | None
     """The loss that was being computed, or None."""
@@ -95,14 +95,14 @@ class Failure:
 
     @property
     def method(self) -> str:
-        """The method in which a batch is best changed: the user's own step, else `split`."""
+        """The method in which to change a batch: the user's own step, else `split`."""
         if self.in_default_step:
             return "split(self, batch)"
         return f"{self.step}(self, {'window' if self.step == 'update' else 'batch'})"
 
 
 def read_failure(error: BaseException, trainer: Any) -> Failure | None:
-    """Read the innermost loop over batches that the exception passed; None where it came from no batch."""
+    """Return the facts about the batch that failed; None where the exception did not come from a loop over batches."""
     lines = _lines(error.__traceback__)
     frames = tuple(frame for frame, _ in lines)
     for index in range(len(frames) - 1, -1, -1):
@@ -154,12 +154,12 @@ def _read(
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of the module whose code a frame runs."""
+    """Return the name of the Python module whose code a frame runs."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Every tensor in a nested batch."""
+    """Yield every tensor in a nested batch."""
     if isinstance(value, Tensor):
         yield value
     elif depth < DEEPEST and isinstance(value, Mapping | list | tuple):
@@ -168,7 +168,7 @@ def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
 
 
 def shown(value: Any, depth: int = 0) -> str:
-    """Shapes, dtypes and devices of a nested batch without most of its items; never a value of it."""
+    """Return the structure of a nested batch as text: shapes, dtypes and devices of the first items, and no values."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {dtype_name(value)} {value.device}"
     if isinstance(value, np.ndarray):
@@ -183,12 +183,12 @@ def shown(value: Any, depth: int = 0) -> str:
 
 
 def title(name: str, module: nn.Module) -> str:
-    """A module by its type, and by its name in the model where it is not the model itself."""
+    """Return the type of a module and, unless it is the model itself, its name in the model."""
     return f"{type(module).__name__} {name!r}" if name else type(module).__name__
 
 
 def dtype_name(tensor: Tensor) -> str:
-    """The name of a tensor's dtype without torch's prefix."""
+    """Return the name of a tensor's dtype without the prefix `torch.`."""
     return str(tensor.dtype).removeprefix("torch.")
 
 
@@ -197,7 +197,7 @@ def _listed(items: list[str], size: int) -> str:
 
 
 def _lines(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """The frames of a traceback with the line that each was at, outermost first."""
+    """Return the frames of a traceback with the current line of each, outermost first."""
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -205,12 +205,12 @@ def _lines(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     return found
 
 
-# The loop over batches, and the batch in hand. Names of functions and local variables of this package are compared as
+# The loop over batches, and the current batch. Names of functions and local variables of this package are compared as
 # text from here on: whoever renames one must change it here too.
 
 
 def _role(frame: FrameType) -> str:
-    """What a frame loops over, where it is one of the loops over batches, or an `update` of the user's own."""
+    """Return the role of a frame that loops over batches, or is an overridden `update`; else an empty string."""
     name, module = frame.f_code.co_name, module_of(frame)
     if (module, name) == ("trainwright.trainer", "compute_gradients"):
         return "train" if isinstance(_window(frame), Window) else ""  # none in a frame that was cleared
@@ -230,7 +230,7 @@ def _window(frame: FrameType) -> Any:
 
 
 def _fetches(frame: FrameType) -> bool:
-    """Whether a loop's next frame fetches a batch."""
+    """Return whether a frame that a loop called fetches a batch."""
     readers = (
         "trainwright.data",
         "torch.utils.data",
@@ -241,7 +241,7 @@ def _fetches(frame: FrameType) -> bool:
 
 
 def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role: str) -> tuple[Any, str]:
-    """The batch in hand, as the step got it, and its place in words."""
+    """Return the current batch, as passed to the step, and its position in words."""
     if role != "train":
         step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # it has the batch as moved
         made = loop.f_locals.get("outputs", loop.f_locals.get("pairs", ()))
@@ -261,7 +261,7 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role:
 
 
 def _is_weighed(inner: tuple[FrameType, ...]) -> bool:
-    """Whether the tracker has weighted the loss of the micro-batch in hand: not in a step, nor while it records."""
+    """Return whether the tracker has weighted the loss of the current micro-batch: not in a step, nor in `record`."""
     first, called = inner[0], {frame.f_code.co_name for frame in inner}
     if module_of(first).startswith("torch."):
         return first.f_code.co_name == "backward"
@@ -278,7 +278,7 @@ def _first_argument(frame: FrameType) -> Any:
 
 
 def _local(frames: tuple[FrameType, ...], name: str, *, module: str, function: str = "") -> Any:
-    """The innermost local variable of this name, in frames of that module and function; else MISSING."""
+    """Return the innermost local variable of this name in frames of that module and function, else MISSING."""
     for frame in reversed(frames):
         fits = function in ("", frame.f_code.co_name) and module_of(frame).startswith(module)
         if fits and name in frame.f_locals:
@@ -297,7 +297,7 @@ def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> CalledLayer | Non
 
 
 def _loss(frames: tuple[FrameType, ...], trainer: Any) -> LossCall | None:
-    """The loss that was being computed: the Trainer's, or a loss of torch's that a step calls itself."""
+    """Return the call of a loss that failed: of the Trainer's, or of a loss of torch that a step calls itself."""
     loss, ours = trainer.loss, ("trainwright.update.batches", "trainwright.update.losses")
     functions = ("loss_of", "counted_loss_of", "exact_loss_of", "with_count", "evaluated")
     is_trainers = loss is not None and any(
@@ -319,7 +319,7 @@ def _loss(frames: tuple[FrameType, ...], trainer: Any) -> LossCall | None:
 
 
 def _output(frames: tuple[FrameType, ...], step: FrameType | None, *, in_loss: bool) -> Any:
-    """The output of the model: of the step, of a function of ours that it was passed to, or of the loss."""
+    """Return the output of the model, from the step, from a function of this package, or from the loss."""
     if step is not None and "output" in step.f_locals:
         return step.f_locals["output"]
     passed = _local(frames, "output", module="trainwright.")
@@ -327,7 +327,7 @@ def _output(frames: tuple[FrameType, ...], step: FrameType | None, *, in_loss: b
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether a frame runs the user's own code."""
+    """Return whether a frame runs the user's own code."""
     file = frame.f_code.co_filename
     installed = file.startswith("<") or "site-packages" in file or "/lib/python" in file
     return not installed and not module_of(frame).startswith(("torch.", "trainwright."))

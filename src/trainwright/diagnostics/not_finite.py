@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from trainwright.fit.run import Run
 
 _MOST = 5
-"""Rows, tensors or names that are listed."""
+"""The most rows, tensors or names that are listed."""
 _DATA = "correct these rows in the data, or leave them out"
 _RATE = "a lower learning rate, or clip=1.0, where the weights have grown; else other initial weights"
 _LINE = "anomaly() names the line"
 
 
 def find_origin(run: Run) -> NonFiniteOrigin:
-    """Say where the update in hand stopped being finite, as far as that can be found; the run stays as it is."""
+    """Return where the current update stopped being finite, as far as that can be found; the run does not change."""
     window, trainer = run.tracker.window, run.trainer
     if window is None:
         return NonFiniteOrigin()
@@ -57,11 +57,10 @@ def find_origin(run: Run) -> NonFiniteOrigin:
     weights = _in_weights(trainer)
     if weights:
         return NonFiniteOrigin((*lines, *weights), fix or _RATE)
-    own = (
-        trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients
-    )  # nobody else knows what they compute
+    # Only the user knows what an overridden method computes.
+    own = trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients
     several = trainer.world.size > 1 or is_sharded(*trainer.model.parameters())  # a forward may be a collective
-    missing = any(" NaN" in line for line in lines)  # infinite inputs may be meant, as in a mask of attention
+    missing = any(" NaN" in line for line in lines)  # infinite inputs may be intended, as in an attention mask
     if own or several or missing:
         return NonFiniteOrigin(tuple(lines), fix)
     searched = _ModuleSearch(run, looks_at_inputs=not lines).run()
@@ -74,7 +73,7 @@ def _place(run: Run, position: int) -> str:
 
 
 def _in_batch(batch: Any, *, named: bool) -> list[str]:
-    """Say which tensors of a batch are not finite, how many elements, and in which rows."""
+    """Return a line for each tensor of a batch that is not finite: how many elements, and in which rows."""
     target = default_split(batch)[1] if named and isinstance(batch, Mapping | tuple | list | Tensor) else None
     found = []
     for name, tensor in _leaves(batch, "batch"):
@@ -85,7 +84,7 @@ def _in_batch(batch: Any, *, named: bool) -> list[str]:
 
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a nested batch, with the way to it as it is written in Python."""
+    """Yield every tensor of a nested batch, with its place as a Python expression."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
@@ -100,7 +99,7 @@ def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _counted(*tensors: Tensor) -> str | None:
-    """Say how many elements are NaN or infinite; None where all are finite."""
+    """Return the number of NaN and infinite elements as text; None where all are finite."""
     nans = infinite = total = 0
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
@@ -115,7 +114,7 @@ def _counted(*tensors: Tensor) -> str | None:
 
 
 def _rows(tensor: Tensor) -> str:
-    """Say in which rows a tensor is not finite."""
+    """Return the rows in which a tensor is not finite as text."""
     if tensor.ndim < 1 or len(tensor) < 2:
         return ""
     bad = (~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
@@ -126,7 +125,7 @@ def _rows(tensor: Tensor) -> str:
 
 
 def _in_weights(trainer: Any) -> list[str]:
-    """Say which weights were not finite before the update, and which buffers hold NaN: infinite ones may be meant."""
+    """Return a line for each weight that is not finite, and each buffer with NaN: inf may be intended there."""
     found = []
     for root in networks_of(trainer):
         for name, parameter in root.named_parameters():
@@ -139,28 +138,28 @@ def _in_weights(trainer: Any) -> list[str]:
 
 
 class _ModuleSearch:
-    """Runs forward and backward of a window once more, with a look at what enters and leaves each module."""
+    """Repeats forward and backward of a window under hooks on the inputs and outputs of each module."""
 
     def __init__(self, run: Run, *, looks_at_inputs: bool) -> None:
         self._run, self._trainer = run, run.trainer
         self._looks_at_inputs = looks_at_inputs
         self._forward = ""
-        """Where the forward was not finite first; empty where it was finite so far."""
+        """Where the forward first was not finite; empty while it is finite."""
         self._backward: tuple[str, int, str] | None = None
-        """Where the backward was not finite first: "in" or "out" of a module, which tensor, and the module."""
+        """Where the backward first was not finite: "in" or "out" of a module, the id of the tensor, and the module."""
         self._open: list[str] = []
-        """The modules whose forward is under way, outermost first."""
+        """The modules whose forward is running, outermost first."""
         self._last = ""
         """The module that finished last."""
         self._seen: list[Tensor] = []
-        """What has entered or left modules: alive as long as its identity is compared."""
+        """Inputs and outputs of modules, kept alive while their ids are compared."""
 
     def run(self) -> NonFiniteOrigin:
-        """Return what was found; what the user's code raises when it runs once more ends the search."""
+        """Return the origin; an error of the user's code in the second run ends the search."""
         try:
             with self._aside():
                 return self._searched()
-        except Exception as error:  # code of the user's own, which may count its calls: the reported error stays
+        except Exception as error:  # the user's code may count its calls; the first error is the one reported
             return NonFiniteOrigin((f"a second forward, to find the module, failed with {type(error).__name__}",))
 
     def _searched(self) -> NonFiniteOrigin:
@@ -217,7 +216,7 @@ class _ModuleSearch:
             undo.enter_context(Snapshot(Buffers(lambda: roots)))
             undo.enter_context(rng_preserved())
             undo.enter_context(modes.untouched(*roots))
-            if "torch._dynamo" in sys.modules:  # hooks inside of what is compiled are called in eager mode alone
+            if "torch._dynamo" in sys.modules:  # hooks of compiled modules are called in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(setattr, trainer, "state", state)
             undo.callback(setattr, trainer, "_tracker", tracker)
@@ -226,7 +225,7 @@ class _ModuleSearch:
             for root in roots:
                 for name, module in root.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):
-                        continue  # it takes no hooks of Python's
+                        continue  # it takes no Python hooks
                     shown = title(name, module) if root is trainer.model else title("", module)
                     before = module.register_forward_pre_hook(
                         partial(self._enter, shown), with_kwargs=True, prepend=True
@@ -254,7 +253,7 @@ class _ModuleSearch:
         self._hook(tensors, "out", name)
 
     def _hook(self, tensors: list[Tensor], kind: str, name: str) -> None:
-        """Look at the gradients of what enters or leaves a module, when they are made."""
+        """Check the gradients of inputs or outputs of a module as soon as they are computed."""
         for tensor in tensors:
             if tensor.requires_grad:
                 self._seen.append(tensor)

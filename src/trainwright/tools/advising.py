@@ -242,7 +242,7 @@ class Effect:
         least = CLEAR if self.trials >= SEVERAL else CLEAR_OF_FEW
         limit = max(least, self.floor)
         if self.wall is not None and self.wall_floor is not None and 1 / self.wall >= max(least, self.wall_floor):
-            return -1  # less CPU time, but longer: work of several threads that one of them does now
+            return -1  # less CPU time but more wall time: work of several threads is done by one
         if self.speedup <= 1 / limit and self.spread[1] < 1:
             return -1
         return int(self.speedup >= limit and self.spread[0] > 1)

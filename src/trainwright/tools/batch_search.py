@@ -65,7 +65,7 @@ class LargestBatch:
     why: str
     """The reason that it is not larger."""
     effective: int
-    """Rows of a whole update as suggested: `micro_batch` times `accumulate`."""
+    """Rows of an update as suggested: `micro_batch` times `accumulate`."""
     micro_batch: int
     accumulate: int
     lr_factor: float | None
@@ -126,19 +126,18 @@ def find_batch_size(
     accumulated = max(k for _, k in trainer.accumulate)
     with traceless(trainer) as before:
         peaks = peaks_of(trainer.device, _known(trainer))
-        whole = peaks.left() if budget is None else budget
-        if whole is None:
+        available = peaks.left() if budget is None else budget
+        if available is None:
             what = f"how much memory {trainer.device} has is not known"
             raise SettingError(what, fix="find_batch_size(..., budget=8 * 2**30)   # bytes")
-        limit = whole if budget is not None or not peaks.refuses else None
-        k = (
-            2 if effective is not None or accumulated > 1 else 1
-        )  # the second one is added to the gradients of the first
+        limit = available if budget is not None or not peaks.refuses else None
+        # With accumulation the second micro-batch is added to the gradients of the first.
+        k = 2 if effective is not None or accumulated > 1 else 1
         trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
-        search = _SizeSearch(trials, allowed=whole * share, limits=limits)
+        search = _SizeSearch(trials, allowed=available * share, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
         search.run(rows, room=room)
-    return _result(trainer, search, before=rows * accumulated, effective=effective, budget=whole)
+    return _result(trainer, search, before=rows * accumulated, effective=effective, budget=available)
 
 
 class _Trials:
@@ -325,11 +324,11 @@ def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
     sizes = [sum(one.numel() for one in tensors_in(batch)) / n for batch, n in zip(batches, rows, strict=True)]
     full = max(rows)
     chosen = max(range(len(batches)), key=lambda i: (sizes[i], rows[i]))
-    whole = batches[chosen]
+    largest = batches[chosen]
     if rows[chosen] < full:
-        whole = joined([whole] * (full // rows[chosen] + 1))
-        whole = slice_rows(whole, range(full), of=rows_of(whole, "train"))
-    return whole, full
+        largest = joined([largest] * (full // rows[chosen] + 1))
+        largest = slice_rows(largest, range(full), of=rows_of(largest, "train"))
+    return largest, full
 
 
 def _known(trainer: Trainer[Any]) -> list[Tensor]:

@@ -225,7 +225,7 @@ def _split(
         splitter = _splitter(folds, classes, groups=groups, seed=seed)
         kind = type(splitter)
         classes = classes if "Stratified" in kind.__name__ else None
-        # Splitters of sklearn's that read no groups warn of them.
+        # Splitters of scikit-learn that do not read groups warn of them.
         reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")
         with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
             start_random_state(mixed_seed(seed, 0))
@@ -337,7 +337,7 @@ class _EarlierFolds:
             raise SettingError(
                 f"make_trainer() gave {again[0]} again, to fold {fold}: it has seen the rows that are to be held out",
                 want="a fresh model, optimizer and trainer at each call",
-                fix="def make_trainer(): model = Net(); return Trainer(model, torch.optim.SGD(model.parameters()))",
+                fix="def make_trainer(): model = Net(); return Trainer(model, SGD(model.parameters()), ...)",
             )
         self._tensors += [(weakref.ref(tensor), f"{name} of fold {fold}") for name, tensor in tensors]
         if trainer.checkpoint is not None:

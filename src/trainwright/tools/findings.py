@@ -73,7 +73,9 @@ def findings(
     watch = _Watch(trainer)
     per_update = trainer.accumulate[0][1]
     updates = max(1, min(UPDATES, len(batches) // per_update))
-    used = [batches[index % len(batches)] for index in range((updates + 1) * per_update)]  # the epoch does not end
+    used = [
+        batches[index % len(batches)] for index in range((updates + 1) * per_update)
+    ]  # one window more, so that the epoch does not end
     with _uncompiled(), watch.hooks(), watch:
         try:
             _silent(trainer).fit(used, max_updates=updates)

@@ -188,7 +188,7 @@ def read(rates: Sequence[float], losses: Sequence[float], *, exponential: bool, 
         return LRRange(**seen, suggestion=None, rule=rule, steepest=None, tenth=None)
     low = smoothed.index(min(smoothed))
     noise = _noise(losses[: max(low + 1, FEWEST)])
-    # From the start of the sweep: a recovery from an explosion is no fall.
+    # Relative to the start of the sweep: a recovery after a divergence is not a fall.
     fall = max(0.0, min(max(smoothed[: low + 1]), losses[0] + 2 * noise) - smoothed[low])
     if fall <= max(CLEAR * noise, 0.01 * abs(losses[0])):
         rule = f"the loss falls by no more than {fall:.2g}, and its noise is {noise:.2g}: try other rates, or more rows"

@@ -352,7 +352,7 @@ def _on_meta_or_here(work: Callable[[torch.device | None], Any]) -> tuple[Any, s
         return work(_META), ""
     except SettingError:
         raise
-    except Exception as error:  # the model's own, which may be any: it was not written for the meta device
+    except Exception as error:  # any error of the model's own code, which was not written for the meta device
         why = first_line(error, 120)
     return work(None), why
 
@@ -399,12 +399,12 @@ class _ModelCall:
 def _call_of(model: nn.Module, batch: Any) -> _ModelCall:
     """Return the call with the inputs of a batch, else with the complete batch, whichever the forward accepts."""
     inputs, _ = split(batch)
-    whole = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
-    for each in (inputs, whole):
+    items = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
+    for each in (inputs, items):
         call = _ModelCall((), dict(each)) if isinstance(each, Mapping) else _ModelCall(tuple(each))
         if _accepts(model, call):
             return call
-    have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(whole)}"
+    have = ", ".join(map(str, batch)) if isinstance(batch, Mapping) else f"a {type(batch).__name__} of {len(items)}"
     raise SettingError(
         "summary: the model cannot be called with this batch",
         have=have,

@@ -80,7 +80,7 @@ def smoke_run(
             before.restore()
             if not parts:
                 raise
-            run = _run_once(trainer, found, held_out, updates=updates, parts={})  # raises again any other error
+            run = _run_once(trainer, found, held_out, updates=updates, parts={})  # any other error is raised again
             why = f"{', '.join(parts)}, in so short a run: {str(error).splitlines()[0]}"
             return replace(run, left_out=(why, *run.left_out))
 

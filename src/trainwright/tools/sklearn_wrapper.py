@@ -113,7 +113,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         # A class of torch's, or a partial of one, takes parameters; `adamw(lr=...)` returns a function of the model.
         takes_parameters = isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
         optimizer = partial(optimizer, lr=self.lr) if takes_parameters else optimizer(lr=self.lr)
-        loss: Any = copy.deepcopy(self.loss)  # a module may have weights of its own
+        loss: Any = copy.deepcopy(self.loss)  # a loss module may have trained weights
         if loss == "auto":
             loss = nn.CrossEntropyLoss() if is_classifier(self) else nn.MSELoss()
         settings = {"console": False, "parallel": None, **(self.trainer_params or {})}
@@ -178,7 +178,9 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     @available_if(lambda self: self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss))  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Array:
         """Return the probability of each class, in the order of `classes_`; for cross entropy and NLL alone."""
-        probabilities: Array = self._scores(X).softmax(1).numpy()  # of log-probabilities, for NLL: themselves
+        probabilities: Array = (
+            self._scores(X).softmax(1).numpy()
+        )  # the softmax of log-probabilities (NLL) is their exponential
         return probabilities
 
     def _scores(self, X: Any) -> Tensor:

@@ -153,10 +153,10 @@ def joined(batches: Sequence[Any]) -> Any:
     if isinstance(first, list | tuple):
         return _in_row(first, batches)
     if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        whole = copy.copy(first)
+        merged = copy.copy(first)
         for field in dataclasses.fields(first):
-            object.__setattr__(whole, field.name, joined([getattr(batch, field.name) for batch in batches]))
-        return whole
+            object.__setattr__(merged, field.name, joined([getattr(batch, field.name) for batch in batches]))
+        return merged
     return first
 
 
