@@ -101,7 +101,7 @@ def write(writer: Writer, prompt: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def told(writer: Writer, held_out: Pairs) -> str:
+def describe(writer: Writer, held_out: Pairs) -> str:
     device = next(writer.parameters()).device
     prompt, quiet, loud = (letters.to(device) for letters in held_out)
     likely = log_prob(writer, prompt, quiet)
@@ -119,11 +119,11 @@ def main() -> None:
     torch.manual_seed(0)
     to_write, to_prefer, held_out = pairs()
     writer = learn_to_write(to_write, updates=10 if smoke else 500)
-    print("before", told(writer, held_out))
+    print("before", describe(writer, held_out))
     reference = copy.deepcopy(writer)
     trainer = DPO(writer, adamw(lr=1e-3), frozen={"reference": reference}, clip=1.0)
     trainer.fit(batches(to_prefer, 50, shuffle=True, seed=0), batches(held_out, 500), epochs=1 if smoke else 3)
-    print("after ", told(writer, held_out))
+    print("after ", describe(writer, held_out))
 
 
 if __name__ == "__main__":

@@ -67,7 +67,7 @@ def read_idx(path: Path) -> Tensor:
         try:
             held = gzip.decompress(held)
         except (EOFError, OSError, zlib.error) as error:
-            raise ValueError(f"{path} is damaged, or was not downloaded whole: {error}") from error
+            raise ValueError(f"{path} is damaged, or was not downloaded completely: {error}") from error
     if len(held) < 4 or held[:2] != b"\0\0" or held[3] == 0:
         raise ValueError(f"{path} is no IDX file: it begins with {held[:4]!r}")
     if held[2] != 8:

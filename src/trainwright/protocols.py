@@ -84,10 +84,10 @@ class Observer:
         if unknown := set(cls.wants) - {"grad_norm"}:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
 
-    def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
+    def resume_at(self, update: int, skipped: int = 0, *, continues: bool = True) -> None:
         """Drop what was written after `update`: the run resumes there. Called before `on_fit_start`; no-op here.
 
-        `skipped`: the skipped updates of the stage so far. `goes_on`: whether the run trains further; False where it
+        `skipped`: the skipped updates of the stage so far. `continues`: whether the run trains further; False where it
         had finished and only its result is loaded.
         """
 
@@ -110,7 +110,7 @@ class Observer:
         """After every finished epoch, and its validation; also where a run ends inside an epoch without one."""
 
     def on_save(self, saved: Saved) -> None:
-        """When a checkpoint is whole on disk."""
+        """When a checkpoint is complete on disk."""
 
     def on_fit_end(self, result: Result) -> None:
         """After the last update, also when the run ends in an error."""

@@ -469,7 +469,7 @@ def check_stateful(part: Stateful, change: Callable[[], Any]) -> None:
     if not _differs(changed, before):
         raise ProtocolError(
             f"state_dict() of {name} is the same after the change",
-            want="all that a run changes: what is left out begins anew in a resume",
+            want="all that a run changes: parts left out begin anew in a resume",
             fix="return the changed attributes from state_dict(), and set them in load_state_dict(tree)",
         )
     _load(part, before, name)

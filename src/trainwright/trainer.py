@@ -215,7 +215,7 @@ class Trainer(Generic[M]):
         for batch in window:
             with run.autocast:
                 returned = strategy.step(batch)  # training_step; of several ranks under DDP
-            losses, grad_tensors = strategy.backward_args(returned)  # records the loss; a grad_tensor is its weight
+            losses, grad_tensors = strategy.backward_args(returned)  # a grad_tensor is the weight of its loss
             torch.autograd.backward(losses, grad_tensors)
         tracker.recording = True
         # The gradients of a single micro-batch are complete: its mean had no weight.
@@ -224,7 +224,10 @@ class Trainer(Generic[M]):
         return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
-        """Unscale the gradients, clip, check and step. Returns whether the update was applied.
+        """Unscale the gradients and flag NaN or inf in one pass, measure and clip, check, step.
+
+        `strategy.check` decides by the flag, the loss and the norms. Returns whether the update was applied; under a
+        deferred check True, and the kernels leave the step out by the flag.
 
         `name` chooses one of several optimizers. `closure` is for optimizers that evaluate the loss themselves, as
         LBFGS does: `apply_gradients(closure=lambda: self.compute_gradients(window))`.

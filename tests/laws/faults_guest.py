@@ -270,7 +270,7 @@ def a_refused_fit_is_forgotten(patch):
 
 
 def a_refused_fit_takes_the_rates(patch):
-    without(patch, stages._TakenSchedule, "restore_groups")
+    without(patch, stages._UndoneSchedule, "restore_groups")
 
 
 # What a pass without a trace leaves.

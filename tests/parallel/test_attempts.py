@@ -51,5 +51,5 @@ def test_a_process_that_asked_and_died_is_not_taken_for_the_next_of_its_rank(sto
 
 
 def test_one_that_does_not_come_is_an_error_that_names_it(store: Any) -> None:
-    with pytest.raises(dist.DistStoreError, match="rank 1 has not come"):
+    with pytest.raises(dist.DistStoreError, match="rank 1 has not joined"):
         own_part(dist, store, rank=0, size=2, seconds=0.1)

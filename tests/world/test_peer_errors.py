@@ -60,7 +60,7 @@ def on_the_first_alone(name: str, *, stays: bool, ended: Path) -> str:
 def test_a_call_on_one_rank_alone_is_named_with_its_line(name: str, tmp_path: Path) -> None:
     text = launch(lambda: on_the_first_alone(name, stays=True, ended=tmp_path / "ended"), processes=2, timeout=50)
     lines = text.splitlines()
-    assert lines[0] == "rank 1 has not come to this run"
+    assert lines[0] == "rank 1 has not entered this run"
     fit = line_of("    trainer.fit(data, epochs=1)")
     assert f"last seen at epoch 1, after update 2, in fit (test_peer_errors.py:{fit})" in lines[1]
     where = line_of(f'"{name}": lambda')
@@ -71,7 +71,7 @@ def test_a_call_on_one_rank_alone_is_named_with_its_line(name: str, tmp_path: Pa
 
 def test_a_rank_that_has_left_before_a_call_is_not_reported_as_late(tmp_path: Path) -> None:
     text = launch(lambda: on_the_first_alone("evaluate", stays=False, ended=tmp_path / "e"), processes=2, timeout=50)
-    assert text.startswith("rank 1 has not come to this run\n")
+    assert text.startswith("rank 1 has not entered this run\n")
     assert "within 1.5 s" not in text
     assert "fix   call evaluate on every process" in text
 

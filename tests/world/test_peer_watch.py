@@ -99,10 +99,10 @@ def test_a_stopped_rank_ends_the_run_after_the_timeout(ended, on: int, in_group:
 
 def test_a_rank_that_is_stuck_in_its_own_code_is_named_with_its_line(ended) -> None:
     texts, error, seconds = ended("sleep", timeout=8)
-    assert "rank 1 has not come to where rank 0 waits for it" in texts[0]
+    assert "rank 1 has not reached the call in which rank 0 waits" in texts[0]
     line = next(n for n, text in enumerate(Path(programs.__file__).read_text().splitlines(), 1) if "sleep(100)" in text)
     assert f"at update 3, programs.py:{line}" in texts[0]
-    assert "rank 1 has not come to where rank 0 waits for it" in error
+    assert "rank 1 has not reached the call in which rank 0 waits" in error
     assert seconds < PROMPT
 
 

@@ -43,7 +43,7 @@ def test_a_long_wait_is_reported_once_with_the_missing_ranks_and_the_address(
     launch(lambda: come(late, port, str(log)), processes=2, timeout=SECONDS)
     [line] = [line for line in log.read_text().splitlines() if "waits" in line]
     assert line.startswith(f"rank {1 - late} waits at 127.0.0.1:{'' if port is None else port}")
-    come_so_far = "1 of 2 processes have come; missing: rank 1" if late else "rank 0 of 2 processes does not answer"
+    come_so_far = "1 of 2 processes have joined; missing: rank 1" if late else "rank 0 of 2 processes does not answer"
     assert come_so_far in line
     assert f"RANK={1 - late}, WORLD_SIZE=2, LOCAL_RANK={1 - late}, MASTER_ADDR=127.0.0.1, MASTER_PORT=" in line
 
@@ -60,4 +60,4 @@ def alone(port: int) -> str:
 def test_rank_0_names_the_ranks_that_have_not_come_in_time() -> None:
     port = free_port()
     text = launch(lambda: alone(port), processes=2, timeout=SECONDS)
-    assert text.startswith("rank 0: not all of the 2 processes have come to their Trainer\n  have  missing: rank 1\n")
+    assert text.startswith("rank 0: not all of the 2 processes have joined\n  have  missing: rank 1\n")

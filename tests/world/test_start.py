@@ -76,7 +76,7 @@ def test_a_rank_that_ends_before_the_rendezvous_is_reported_as_missing() -> None
 
     text = launch(main, processes=2, timeout=30)
     assert text.startswith("rank 0: not all of the 2 processes have connected to 127.0.0.1:")
-    assert "rank 1 has not come within 1 s" in text
+    assert "rank 1 has not joined within 1 s" in text
 
 
 @pytest.mark.gpu

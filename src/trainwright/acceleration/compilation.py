@@ -324,7 +324,7 @@ NAME = "compiled.bin"
 
 
 @contextmanager
-def kept_in(directory: Path | None, *, saves: bool = True) -> Iterator[None]:
+def compile_cache(directory: Path | None, *, saves: bool = True) -> Iterator[None]:
     """Load compiled code from a directory; without an error inside, save there what was compiled meanwhile."""
     if directory is None:
         yield

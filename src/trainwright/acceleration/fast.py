@@ -25,7 +25,7 @@ _GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
 @suggests
 @dataclass(frozen=True, slots=True)
 class Fast:
-    """What may make a run faster: each setting changes the time of a run, and no result beyond the law Same.
+    """What may make a run faster: each setting changes the time of a run, not its mathematics.
 
     `compile`: None compiles nothing; "regional" the blocks that a model repeats, or the model without any; "full" the
     model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), but for two keys:
@@ -34,7 +34,8 @@ class Fast:
     `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of its free memory;
     True copies them to the device of the run, or refuses; False leaves them on the host.
     `defaults=False` switches off what a run does by default: fused optimizers where the trainer makes them, "auto" of
-    `channels_last`, and cuDNN's choice by timing. What is for CUDA has not run on a GPU yet.
+    `channels_last`, and cuDNN's choice by timing; not `device_data`, copies ahead or deferred checks. The CUDA paths
+    have not run on a GPU yet.
     """
 
     _: KW_ONLY

@@ -101,7 +101,7 @@ def _wants_channels_last(trainer: TrainerLike) -> bool:
 
 @contextmanager
 def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
-    from trainwright.acceleration.compilation import check_apart, compiled, kept_in
+    from trainwright.acceleration.compilation import check_apart, compile_cache, compiled
 
     fast, tracker = trainer.fast, trainer._tracker
     saves_to = None if trainer.checkpoint is None else Path(trainer.checkpoint.directory)
@@ -109,7 +109,7 @@ def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
     is_short = _short(trainer, source)
     try:
         with (
-            kept_in(fast.cache, saves=trainer.is_main),
+            compile_cache(fast.cache, saves=trainer.is_main),
             compiled(trainer.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
         ):
             trainer._record.path.compiled = record

@@ -1,7 +1,8 @@
 """Checkpoints: how one is written, which ones are kept, and how one is loaded.
 
-A save passes through four classes. `CheckpointManager` decides which state is saved and reports the result, `Writer`
-copies it to host memory, its thread runs a `SaveJob`, and `commit` writes the directory. The order of writes, with the
+A save: `RunCheckpoints.save` (`fit/saving.py`) gathers the parts, `CheckpointManager.save` makes the files
+(`format.encode`), `Writer.submit` copies them to host memory, and its thread runs `SaveJob.write` (in `manager`):
+`commit`, then retention. The order of writes, with the
 reason for each: files, each flushed (a rename must not overtake their bytes); the manifest with their checksums (a
 directory with one is complete); the directory flushed; renamed to its name (atomic); its parent flushed (durable).
 Then, and only then, older checkpoints are removed. A resume reads all of it back and restores the parts strictly.

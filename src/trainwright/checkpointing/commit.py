@@ -10,7 +10,8 @@ The order of writes, and the reason why a power cut at any point leaves the old 
 6. The directory of the run is flushed: from here on the checkpoint survives a power cut, and only now is it reported.
 
 An old checkpoint is removed after that in two steps: renamed to a hidden name, then deleted.
-A process that locks a directory first cleans up the hidden directories of killed writers.
+A process that locks a directory first gives complete hidden directories of killed writers their names, unless a
+checkpoint has that name (`_clean_up`), and deletes the others.
 """
 
 from __future__ import annotations

@@ -103,7 +103,7 @@ def read(
     starts = [entry.offsets[0] for _, entry in in_file]
     stops = [entry.offsets[1] for _, entry in in_file]
     if [0, *stops] != [*starts, data_size]:
-        raise _defect(source, f"its tensors do not fill the {data_size} bytes behind the header, each byte once")
+        raise _defect(source, f"its tensors do not fill the {data_size} bytes after the header, each byte once")
     if check is not None:
         check({name: entry.shape for name, entry in entries.items()})
     tensors = {name: _tensor(source, name, entry, fill=fill) for name, entry in in_file}
@@ -111,7 +111,7 @@ def read(
 
 
 def read_header(source: FileReader) -> tuple[dict[str, Any], int]:
-    """Return the header, and the bytes of data behind it; CheckpointError for a file of another format."""
+    """Return the header, and the bytes of data after it; CheckpointError for a file of another format."""
     _require_little_endian()
     if source.size < 8:
         raise _defect(source, f"{source.size} bytes are too short for a header")

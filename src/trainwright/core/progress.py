@@ -16,7 +16,7 @@ class Counters:
     stage: int = 0
     """The number of this `fit` of the trainer, from 0."""
     epoch: int = 0
-    """The current epoch of this stage, from 0."""
+    """The current epoch of this stage, from 0, as in `Source.epoch`; records add `earlier_epochs`."""
     begun: bool = False
     """Whether `begin_epoch` of the current epoch has run."""
     batch: int = 0
@@ -80,7 +80,7 @@ class Progress:
 
     @property
     def epoch(self) -> int:
-        """The current epoch of this stage, from 0."""
+        """The current epoch of this stage, from 0, as in `Source.epoch`; records add `earlier_epochs`."""
         return self._counters.epoch
 
     @property

@@ -23,7 +23,7 @@ FOREIGN_METHODS = {
     "configure_optimizers": "Trainer(model, torch.optim.AdamW(model.parameters()), loss)   # given, not returned",
     "forward": "def predict_step(self, batch):   # forward is the model's own",
     "train_epoch": "def update(self, window):   # fit makes the epochs; begin_epoch and end_epoch are around each",
-    "before_update": "def update(self, window):   # first what is yours, then return super().update(window)",
+    "before_update": "def update(self, window):   # your own code first, then return super().update(window)",
     "epoch_start": _BEGIN,
     **dict.fromkeys(("epoch_end", "training_epoch_end", "validation_epoch_end", "test_epoch_end"), _END),
     **dict.fromkeys(("val_step", "valid_step", "eval_step", "test_step"), _VALIDATE),

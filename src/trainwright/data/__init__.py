@@ -1,7 +1,7 @@
 """Where batches come from, and how their order is exact.
 
 Every form of data becomes a `Source`: `epoch(n, skip)` yields the batches of an epoch from any position, `commit` marks
-those that were trained on, `position` and `seek` save and restore the place behind them, `shard` selects a rank's part.
+those that were trained on, `position` and `seek` save and restore the place after them, `shard` selects a rank's part.
 
 In reading order: `source` (the contract), `opening` (which source for which data, and `batches`). Rows of a data set:
 `row_batches` (the order, from seed and epoch), `arrays` (tensors: one gather per batch), `seeded` (data sets: draws by

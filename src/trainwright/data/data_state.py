@@ -226,7 +226,7 @@ def _is_from_numpy(kind: type) -> bool:
 
 
 class StatefulData:
-    """A loader or data set with `state_dict` and `load_state_dict`, and its state behind the committed batches."""
+    """A loader or data set with `state_dict` and `load_state_dict`, and its state after the committed batches."""
 
     def __init__(self, data: Any, *, rows_by_index: bool = False) -> None:
         self.data = data

@@ -83,7 +83,9 @@ def batches(
     workers: int = 0,
     in_memory: bool = False,
 ) -> Batches:
-    """Batches of `batch_size` rows of a data set; each pass over the result is the next epoch.
+    """Batches of `batch_size` rows of a data set.
+
+    Iterated by itself, each pass is the next epoch; a `fit` reads its own epochs, from 0: a second one repeats them.
 
     `data` is a map-style `Dataset`, a tensor, an array, or a tuple or dict of equally long ones; a batch of arrays
     is the same container of tensors. The order is a function of (seed, epoch); `seed=None` is drawn once from

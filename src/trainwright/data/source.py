@@ -47,10 +47,10 @@ class Source:
         raise NotImplementedError
 
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on: `position` is behind them. No-op here."""
+        """Record that all batches yielded so far are trained on: `position` is after them. No-op here."""
 
     def position(self) -> Any:
-        """Return the position of this rank behind the committed batches, as plain data and tensors."""
+        """Return the position of this rank after the committed batches, as plain data and tensors."""
         return {}
 
     def seek(self, position: Any, *, other_size: bool = False, ended: bool = False) -> str | None:

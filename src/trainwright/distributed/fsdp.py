@@ -88,7 +88,7 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
             what = "a model over several devices, and FSDP holds a process's shards on one"
             raise SettingError(what, have=have, fix='parallel="auto", or a model on one device')
         check_forward(model, modules, calls_methods=any(model in having for having in called.values()))
-        check_model(model, modules, processes=world.mesh.shard, keep_within=settings.reshard_after_forward)
+        check_model(model, modules, processes=world.mesh.shard, reshard_after_forward=settings.reshard_after_forward)
         extra: dict[str, Any] = {} if settings.policy is None else {"mp_policy": settings.policy}
         group = world.host if device.type == "cpu" else world.group
         mesh = device_mesh(world.mesh, group, device.type)

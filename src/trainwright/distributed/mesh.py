@@ -77,7 +77,7 @@ def device_mesh(mesh: Mesh, group: Any, device_type: str) -> Any:
 
 
 class Shard(NamedTuple):
-    """One rank of those that share each batch.
+    """One rank's share of the rows of each batch (`Mesh.shard` is of weights, under FSDP).
 
     A batch is cut into contiguous slices, as even as possible and in the order of the ranks: concatenated, they are the
     batch. Where it has fewer rows than `size * least`, the last ranks get none.

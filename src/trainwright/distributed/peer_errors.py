@@ -71,7 +71,7 @@ _MESSAGES = {
         "find out whether it was killed (no memory?), or its machine lost",
     ),
     "absent": (
-        "rank {rank} has not come to this run",
+        "rank {rank} has not entered this run",
         "call {call} on every process, in the same order, and not under `if trainer.is_main:`",
     ),
     "left": (
@@ -79,7 +79,7 @@ _MESSAGES = {
         "every process must do the same calls, and none of them under `if trainer.is_main:`",
     ),
     "behind": (
-        "rank {rank} has not come to where rank {by} waits for it",
+        "rank {rank} has not reached the call in which rank {by} waits",
         f"it is stuck, or the processes do not all call the same: look at the line of each; {_LATE}",
     ),
     "store": ("the process that launched this one does not answer", "look at its output; start the job again"),

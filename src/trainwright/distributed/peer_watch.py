@@ -7,6 +7,8 @@ the others read rank 0's. The first cause that is recorded is the one that all r
 - killed or stopped: the others find it silent after `timeout` seconds, or at once where its connections are closed;
 - on the others, `cause_of` replaces the error of the next collective by a DistributedError that names rank 1 and its
   line. A rank in a wait that nothing interrupts is ended by its guard thread, GRACE seconds after the cause is known.
+
+Nothing is saved then (`fit/rollback.py::rescue`): the others are elsewhere in the update. `resume="auto"` restarts.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def _answer(
                     answered[rank] = asked
         missing = [rank for rank in missing if not rendezvous.check([f"joined/{word}/{rank}"])]
         if time.monotonic() > end:
-            raise dist.DistStoreError(f"rank {missing[0]} has not come within {seconds:g} s")
+            raise dist.DistStoreError(f"rank {missing[0]} has not joined within {seconds:g} s")
         if missing:
             if look is not None:
                 look(missing)
@@ -109,7 +109,7 @@ class WaitReport:
         if self.is_due and missing:
             named = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
             size = self._place.size
-            self._report(f"{size - len(missing)} of {size} processes have come; missing: rank {named}")
+            self._report(f"{size - len(missing)} of {size} processes have joined; missing: rank {named}")
 
     def _report(self, what: str) -> None:
         self._reported = True

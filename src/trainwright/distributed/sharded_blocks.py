@@ -35,11 +35,15 @@ def chosen(model: nn.Module, blocks: Collection[type[nn.Module]]) -> list[nn.Mod
 
 
 def check_model(
-    model: nn.Module, modules: Sequence[nn.Module], *, processes: int, keep_within: bool | int | None
+    model: nn.Module, modules: Sequence[nn.Module], *, processes: int, reshard_after_forward: bool | int | None
 ) -> None:
     """Raise SettingError with the name of a parameter that `fully_shard` cannot shard, before anything is changed."""
-    if keep_within is not None and not isinstance(keep_within, bool) and processes % keep_within:
-        what = f"FSDP(reshard_after_forward={keep_within}) on {processes} processes"
+    if (
+        reshard_after_forward is not None
+        and not isinstance(reshard_after_forward, bool)
+        and processes % reshard_after_forward
+    ):
+        what = f"FSDP(reshard_after_forward={reshard_after_forward}) on {processes} processes"
         raise SettingError(what, want=f"True, False, or a divisor of {processes}")
     names = {id(module): name for name, module in model.named_modules()}
     homes: dict[int, nn.Module] = {}

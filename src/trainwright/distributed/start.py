@@ -167,7 +167,7 @@ def _started(place: Place | None, settings: Parallel, device_type: str) -> Group
 
 
 def _store(dist: Any, place: Place, limit: timedelta, *, waiting: WaitReport) -> Any:
-    """Return the store where all ranks meet; rank 0, or torchrun itself, has it."""
+    """Return the store that all ranks share; rank 0, or torchrun itself, has it."""
     url = f"tcp://{place.address}?rank={place.rank}&world_size={place.size}"
     seconds = limit.total_seconds()
     try:
@@ -211,7 +211,7 @@ def _agreed(
     store.set(str(place.rank), json.dumps(facts))
     try:
         if place.rank == 0:
-            _all_have_come(store, place, timeout=settings.timeout, waiting=waiting)
+            _wait_for_all(store, place, timeout=settings.timeout, waiting=waiting)
             store.set("verdict", json.dumps(_verdict([json.loads(store.get(str(r))) for r in range(place.size)])))
         verdict = json.loads(store.get("verdict"))
     except dist.DistError as error:
@@ -222,13 +222,13 @@ def _agreed(
     return backend, None if device_type == "cpu" else _device_index(device_type, local_rank), local_rank
 
 
-def _all_have_come(store: Any, place: Place, *, timeout: float, waiting: WaitReport) -> None:
+def _wait_for_all(store: Any, place: Place, *, timeout: float, waiting: WaitReport) -> None:
     """Wait, on rank 0, until every rank has come; torch's DistStoreError where one does not in time."""
     end = time.monotonic() + timeout
     for rank in range(place.size):
         while not store.check([str(rank)]):
             if time.monotonic() > end:
-                raise torch.distributed.DistStoreError(f"rank {rank} has not come within {timeout:g} s")
+                raise torch.distributed.DistStoreError(f"rank {rank} has not joined within {timeout:g} s")
             if waiting.is_due:
                 waiting.look(_missing(store, place.size))
             time.sleep(PAUSE)
@@ -243,7 +243,7 @@ def _not_come(store: Any, place: Place, timeout: float) -> DistributedError:
     with suppress(dist.DistError):  # the store may be gone as well
         missing = [str(rank) for rank in _missing(store, place.size)]
         return DistributedError(
-            f"rank {place.rank}: not all of the {place.size} processes have come to their Trainer",
+            f"rank {place.rank}: not all of the {place.size} processes have joined",
             have=f"missing: rank {', '.join(missing)}" if missing else "",
             want=f"all of them within {timeout:g} s",
             fix="every process must run the same script; for a slow start DDP(timeout=...)",

@@ -165,8 +165,8 @@ class Group(World):
     def watch(self, position: Callable[[], str]) -> AbstractContextManager[None]:
         """Return a context in which the ranks watch each other; `position` describes this rank's progress.
 
-        Inside it, a rank that does not answer for `timeout` seconds, or that has failed while this one waits for it,
-        ends this process: the rank and its line are printed, and the exit code is 1.
+        When a rank has failed, or is silent for `timeout` seconds, the next collective of the others raises
+        DistributedError with that rank and its line. A rank that is then stuck for GRACE seconds ends with exit code 1.
         """
         return self._watch.during(position, self.timeout)
 

@@ -84,7 +84,7 @@ class PreallocatedOutputs(Outputs):
     """The outputs of a source of known rows: tensors of one form are copied into one, allocated once for all of them.
 
     So the host never stores them twice. Outputs on the host wait until there are bytes enough for a copy; those of a
-    CUDA device are copied behind its kernels, and nothing waits for it before the end. From the first output of
+    CUDA device are queued after its kernels, and nothing waits for it before the end. From the first output of
     another form on all are stored as they came.
     """
 

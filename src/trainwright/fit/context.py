@@ -184,7 +184,7 @@ class FitContext:
         loaded = load_checkpoint(
             resume,
             settings.directory,
-            run=manager.run_id,
+            run=manager.run_id,  # of an earlier fit of this trainer; a new one matches none: then the only run is taken
             device=homes(trainer.model, trainer.device),
             world=trainer.world,
             lazy_shards=is_sharded(*trainer.model.parameters()),

@@ -92,7 +92,7 @@ class ResumeFrom(StartPlan):
             run.random.restore()
         at = counters.earlier_updates + counters.updates
         for observer in active_observers(trainer):
-            observer.resume_at(at, counters.skipped, goes_on=not counters.stopped)
+            observer.resume_at(at, counters.skipped, continues=not counters.stopped)
         return [*lines, *reports]
 
 

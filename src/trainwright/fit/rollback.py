@@ -55,7 +55,7 @@ class LoopPhase:
         return {}
 
     def data_position(self) -> Tree:
-        """Return the position in the data, behind the batches that were trained on."""
+        """Return the position in the data, after the batches that were trained on."""
         self._source.commit()
         return self._source.position()
 
@@ -139,7 +139,7 @@ class Rollback(LoopPhase):
         return states | self._user_parts.trees
 
     def data_position(self) -> Tree:
-        """Return the position in the data, behind the batches that were trained on."""
+        """Return the position in the data, after the batches that were trained on."""
         if self.phase == OPENING:
             return self._before_opening["data"]
         if self.phase not in (FETCHING, UPDATING):

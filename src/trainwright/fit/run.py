@@ -145,7 +145,7 @@ class Run:
                 handle.remove()
 
     def start_epoch(self) -> Iterator[Window]:
-        """Start what is left of the epoch and return its windows; none where the work of a boundary comes first.
+        """Start the rest of the epoch and return its windows; none where the work of a boundary comes first.
 
         Calls `begin_epoch`, which may stop the run, and opens the data.
         """
@@ -208,7 +208,7 @@ class Run:
     def finish_update(self, window: Window) -> bool:
         """Finish the update: adapt the loss scale, count it, restore what it changed if no step was applied.
 
-        Returns whether one was applied.
+        Returns whether one was applied; a deferred check takes it as applied, until its numbers arrive.
         """
         counters, status = self.counters, self.strategy.status
         self.rollback.phase = COUNTING

@@ -126,7 +126,7 @@ def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
 
 
 class DataPosition:
-    """Part `data`: this rank's position in the training data, behind the batches that were trained on."""
+    """Part `data`: this rank's position in the training data, after the batches that were trained on."""
 
     def __init__(self, run: Run, *, other_size: bool = False) -> None:
         self._run, self._other_size = run, other_size

@@ -97,7 +97,7 @@ class TrainedStage(LastStage):
 
     def _restore(self) -> None:
         super()._restore()
-        taken = _TakenSchedule(self._groups)
+        taken = _UndoneSchedule(self._groups)
         if taken.changed:
             self._record.schedules = (taken,)
         if self._record.weights is not None:
@@ -121,8 +121,8 @@ def _count_anew(counters: Counters, *, continues: bool) -> None:
     counters.load_state_dict(fresh.state_dict())
 
 
-class _TakenSchedule:
-    """Rates that `restore_groups` of a schedule had set, and that a refusal has taken back."""
+class _UndoneSchedule:
+    """Rates that `restore_groups` of a schedule had set, and that a refused fit has undone."""
 
     def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self.changed = [

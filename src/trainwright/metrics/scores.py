@@ -191,7 +191,7 @@ class F1:
         counted = truth != IGNORED
         valid = counted & (truth >= 0) & (truth < classes)
         ones = torch.ones_like(truth)
-        # The last column, behind the classes, is for targets that do not count.
+        # The last column, after the classes, is for targets that do not count.
         for row, numbers, holds in ((0, truth, valid & (guess == truth)), (1, guess, valid), (2, truth, valid)):
             counts[row].index_add_(0, torch.where(holds, numbers, classes), ones)
         missing = output.isnan().flatten() if output.numel() == len(truth) else output.isnan().any(1).flatten()

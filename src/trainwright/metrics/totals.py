@@ -187,7 +187,7 @@ def read_totals(totals: Mapping[str, Total]) -> dict[str, Reading]:
 
 
 class _DeviceSums:
-    """Sum, count and squares on a device, in float64; or in float32, with a second tensor for what is rounded off."""
+    """Sum, count and squares on a device, in float64; or in float32, with a second tensor for the rounding errors."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts, self.device = parts, parts[0].device

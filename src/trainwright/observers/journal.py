@@ -65,17 +65,17 @@ class Journal(Observer):
         self._held_back = self._resumed = 0
         """Skipped updates of this stage: so far, and at its resume. `Progress.updates` does not count them."""
 
-    def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
+    def resume_at(self, update: int, skipped: int = 0, *, continues: bool = True) -> None:
         """Drop the records of the last run in the file after `update` and so many skipped updates: they will be redone.
 
-        Records of saves of that update or earlier ones remain, though they were written later. `goes_on`: drop the
+        Records of saves of that update or earlier ones remain, though they were written later. `continues`: drop the
         final validation at that update too, which a run that never ended does not make.
         """
         is_open = self._file is not None
         self._close()
         self._held_back = self._resumed = skipped
         if self.path.exists():
-            self._cut(update, skipped, goes_on=goes_on)
+            self._cut(update, skipped, continues=continues)
         if is_open:
             self._open()
 
@@ -173,10 +173,10 @@ class Journal(Observer):
             self._file.close()
             self._file = None
 
-    def _cut(self, update: int, held_back: int, *, goes_on: bool) -> None:
+    def _cut(self, update: int, held_back: int, *, continues: bool) -> None:
         lines = _lines(self.path)
         last_run = lines[_last_run(lines) :]
-        at = (update, held_back, not goes_on)
+        at = (update, held_back, not continues)
         places = ((_position(one), _held_back(one), _is_final(one)) for _, one in last_run)
         cut = next((n for n, place in enumerate(places) if place > at), len(last_run))
         if cut == len(last_run):

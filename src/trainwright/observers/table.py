@@ -10,7 +10,7 @@ from trainwright.core.records import Validation
 WIDE_FIRST = ("data", "rows/s", "time")
 """Columns that are dropped first where a row is too wide, in this order and without a notice."""
 
-_KEPT = ("epoch", "loss", "val_loss", "best")
+_ALWAYS_SHOWN = ("epoch", "loss", "val_loss", "best")
 
 _WIDTHS = {"epoch": 5, "update": 6, "best": 5, "time": 6, "rows/s": 6, "data": 4, "skipped": 7}
 _LEVELS = "▁▂▃▄▅▆▇█"
@@ -46,7 +46,7 @@ class ConsoleTable:
         self._shown, self._hidden = list(self._known), []
         worth = _worth(self._known, self._watched)
         for name in sorted(reversed(self._known), key=worth.__getitem__):
-            if name not in _KEPT and len(self._line(dict.fromkeys(self._shown, ""))) > self._width:
+            if name not in _ALWAYS_SHOWN and len(self._line(dict.fromkeys(self._shown, ""))) > self._width:
                 self._shown.remove(name)
                 self._hidden += [] if name in WIDE_FIRST else [name]
         if (self._shown, self._hidden) == before:

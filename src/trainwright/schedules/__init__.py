@@ -9,8 +9,9 @@ the momentum. `stepped`: Plateau and `TorchSchedule`, which have a history.
 
 Promises: each rate has the bits of torch's scheduler of that name; the clock of applied updates alone decides, so that
 a resume looks up the next rate; a schedule ends exactly with the run, and a value of a group that is set by hand is
-refused. A new schedule: a frozen dataclass on `BuiltinSchedule` with `spec(plan)`, in `standard` or `cycles`,
-a line in `__init__.pyi`, from which the package takes its names (`core/lazy.py`), and one in `standard._EXAMPLES`.
+refused. A new schedule: a frozen dataclass with `@suggests` on `BuiltinSchedule` and `spec(plan)` (a `TableSpec`), in
+`standard` or `cycles`; a line in `__init__.pyi`, from which the package takes its names (`core/lazy.py`), and one in
+`standard._EXAMPLES`; the names that others give its arguments in `core/suggestions.py`.
 """
 
 from trainwright.core.lazy import lazy_names

@@ -23,7 +23,7 @@ from trainwright.tools.findings import Finding, findings
 from trainwright.tools.techniques import Technique, process_settings, techniques
 from trainwright.tools.timing import Block, Phases, measure_phases, peak_memory, run_block
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
-from trainwright.tools.trial import check_trainer, compact, data_kept, open_afresh, ready, traceless
+from trainwright.tools.trial import check_trainer, compact, data_state_restored, open_afresh, ready, traceless
 from trainwright.trainer import Trainer
 
 ROUNDS = 15
@@ -83,7 +83,7 @@ def advise(
     """
     check_trainer(trainer, "advise")
     check_number(seconds, f"advise(seconds={seconds!r})", above=0, what="seconds,", fix="seconds=60")
-    with traceless(trainer) as before, data_kept(train):
+    with traceless(trainer) as before, data_state_restored(train):
         source = open_afresh(train, batch_size=batch_size)
         trials = _TrialRunner(trainer, before, seconds=seconds)
         trials.calibrate(open_afresh(ready(trainer, train, updates=2, batch_size=batch_size)))

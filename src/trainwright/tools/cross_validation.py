@@ -274,7 +274,7 @@ def _drawn(share: float, train: Rows, *, classes: Any, groups: Any, seed: int) -
 
 
 def _checked(pair: tuple[Any, Any], index: int, *, rows: int, groups: NDArray[Any] | None) -> tuple[Rows, Rows]:
-    """Return the rows of a fold as int64; refuse what is no row number, and a row or a group on both sides."""
+    """Return the rows of a fold as int64; refuse values that are no row numbers, and a row or a group on both sides."""
     for part in pair:
         listed = part.ndim == 1 and part.size and part.dtype.kind in "iu"
         if not listed or part.min() < 0 or part.max() >= rows or len(np.unique(part)) < len(part):

@@ -20,7 +20,7 @@ from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.optim.named import CLEARED, ONLY, has_scheduler
 from trainwright.protocols import Observer
-from trainwright.tools.trial import check_trainer, data_kept, open_afresh, traceless, variant
+from trainwright.tools.trial import check_trainer, data_state_restored, open_afresh, traceless, variant
 from trainwright.trainer import Trainer
 
 FEWEST = 16
@@ -101,7 +101,7 @@ def find_lr(
     own = _own_rate(trainer)
     raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
     source = open_afresh(train, batch_size=batch_size)
-    with traceless(trainer), data_kept(train), rng_preserved(source.generators):
+    with traceless(trainer), data_state_restored(train), rng_preserved(source.generators):
         sweep = Sweep(diverges)
         twin = variant(
             trainer,

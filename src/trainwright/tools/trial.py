@@ -119,7 +119,7 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
     number = updates * max(each for _, each in trainer.accumulate)
     with rng_preserved():
         source = open_afresh(data, batch_size=batch_size)
-        with rng_preserved(source.generators), data_kept(data):
+        with rng_preserved(source.generators), data_state_restored(data):
             found = list(islice(source.epoch(0), number))
     if not found:
         raise DataError("data without a batch", want="at least one batch")
@@ -193,7 +193,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 
 
 @contextmanager
-def data_kept(data: Any) -> Iterator[None]:
+def data_state_restored(data: Any) -> Iterator[None]:
     """Restore the state of a data set with `state_dict` at the end of the block."""
     found: Any = data.data_set if isinstance(data, Batches) else getattr(data, "dataset", data)
     if not (issubclass(type(found), Dataset) and is_stateful(found)):

@@ -347,7 +347,10 @@ class DeferredCheck(UpdateStrategy):
         gradients.check_too([*self._run.tracker.losses, *norms])
 
     def report(self, window: Window) -> None:
-        """Send the numbers of this update to the host, and report those updates whose numbers have arrived."""
+        """Send the numbers of this update to the host, and report those updates whose numbers have arrived.
+
+        Raises NonFiniteError for one of them that was not finite, where the policy is "raise".
+        """
         run, tracker, optimizers = self._run, self._run.tracker, self._run.optimizer_steps
         norms = {one.name: one.norm for one in optimizers.all.steps if one.norm is not None}
         pending = _Pending(

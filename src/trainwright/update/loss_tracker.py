@@ -29,11 +29,13 @@ BackwardArgs = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 
 
 class LossTracker(RunningMeans):
-    """Finds the count and the weight of each loss, and records it: one path for training, evaluation and probes.
+    """Finds the count and the weight of each loss, and records it, in training, evaluation and probes.
 
     In training: step -> `backward_args` -> `record`, which finds the count of the loss (that of the step; else an
     overridden `count(batch)`; else torch's own divisor in the graph of the loss; else rows) -> `Window.weight` ->
-    `grad_tensor`, which is weight times loss scale. An evaluation has a tracker of its own, without weights.
+    `grad_tensor`, which is weight times loss scale. A plain tensor from the only micro-batch, the usual case, has
+    weight 1: `backward_args` calls neither `record` nor `Window.weight`. An evaluation has a tracker of its own,
+    without weights.
     """
 
     has_loss = False
@@ -95,7 +97,7 @@ class LossTracker(RunningMeans):
     def record(self, returned: Any) -> StepLoss | None:
         """Record the return of the step of the next batch; in training return its loss, with its weight.
 
-        The one path of training, evaluation and probes. A validation step may return no loss.
+        In training, evaluation and probes alike. A validation step may return no loss.
         """
         window = self.window
         if type(returned) is StepOutput:

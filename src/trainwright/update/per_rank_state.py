@@ -119,7 +119,7 @@ def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
 @contextmanager
 def rank0_buffers(trainer: TrainerLike) -> Iterator[None]:
     """Give all ranks the buffers of rank 0 inside the block: every rank evaluates the same model."""
-    buffers = _whole(trainer.model.buffers())
+    buffers = _unsharded(trainer.model.buffers())
     copies = [buffer.detach().clone() for buffer in buffers]
     with versions_preserved(buffers):
         trainer.world.broadcast_tensors(buffers)
@@ -236,17 +236,17 @@ def refresh_shards(trainer: TrainerLike) -> None:
 
 def broadcast_buffers(trainer: TrainerLike) -> None:
     """Broadcast the buffers of rank 0: all ranks evaluate, save and return the same model."""
-    trainer.world.broadcast_tensors(_whole(trainer.model.buffers()))
+    trainer.world.broadcast_tensors(_unsharded(trainer.model.buffers()))
 
 
 def broadcast_weights(trainer: TrainerLike) -> None:
     """Broadcast the weights of rank 0: model, loss, frozen modules, and all else that is trained."""
     tensors = [tensor for module in networks_of(trainer) for tensor in (*module.parameters(), *module.buffers())]
     tensors += parameters_in(*trainer.optimizers.values())
-    trainer.world.broadcast_tensors({id(one): one for one in _whole(tensors)}.values())
+    trainer.world.broadcast_tensors({id(one): one for one in _unsharded(tensors)}.values())
 
 
-def _whole(tensors: Iterable[Tensor]) -> list[Tensor]:
+def _unsharded(tensors: Iterable[Tensor]) -> list[Tensor]:
     """Return the tensors that are not sharded."""
     return [one for one in tensors if not is_sharded(one)]
 

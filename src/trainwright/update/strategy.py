@@ -71,7 +71,7 @@ class UpdateStrategy:
         self.step: Callable[[Any], Any] = run.trainer.training_step
         """Runs a micro-batch."""
         self.backward_args: Callable[[Any], BackwardArgs] = run.tracker.backward_args
-        """Records the return of `step`; returns the arguments of `torch.autograd.backward`: loss and weight."""
+        """Returns the arguments of `torch.autograd.backward`; records the loss, unless `step` has (several ranks)."""
         self.pending_factor: Count = 1.0
         """The factor that `unscale_and_check` applies: estimate / total of the counts, over the loss scale."""
         self.scaler: LossScale | None = run.scaler
@@ -164,7 +164,7 @@ class UpdateStrategy:
         """Do the work of all ranks together between updates. No-op for one process."""
 
     def report(self, window: Window) -> None:
-        """Report the update of a window to the observers."""
+        """Report the update of a window to the observers; a deferred check may raise for an earlier one."""
 
     def discard(self) -> None:
         """Drop the results of the current window, which is run again."""

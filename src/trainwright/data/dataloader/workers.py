@@ -44,7 +44,7 @@ HANGS_AFTER = 600.0
 
 
 class WorkerStates:
-    """The random states of the workers of one pass: now, and behind the committed batches."""
+    """The random states of the workers of one pass: now, and after the committed batches."""
 
     def __init__(self, given: int = 0) -> None:
         self.states: dict[int, State] = {}
@@ -78,7 +78,7 @@ class WorkerStates:
         self.ended.pop(worker, None)
 
     def position(self, number: int) -> dict[str, Any]:
-        """Return the states behind the committed batches, for a loader with this number of workers."""
+        """Return the states after the committed batches, for a loader with this number of workers."""
         committed = {worker: state for worker, state in {**self.states, **self.before}.items() if state is not None}
         return {
             "number": number,

@@ -44,7 +44,7 @@ class TensorBoardLogger(Observer):
         self._writer: Any = None
         self._validated = -1
 
-    def resume_at(self, update: int, skipped: int = 0, *, goes_on: bool = True) -> None:
+    def resume_at(self, update: int, skipped: int = 0, *, continues: bool = True) -> None:
         """Hide events after `update`: the run repeats these updates."""
         self._close()
         self._hides = update + 1
