@@ -309,7 +309,7 @@ def checkpoints() -> str:
 
         lines += [
             (f"{model.name}, {size(model.state)}, {how}: writing", cell(written)),
-            ("training stands still for a save", cell(blocked)),
+            ("training waits for a save", cell(blocked)),
             ("best interval of saves", cell(interval)),
             ("a restart", cell(restart)),
             ("lost to saves and failures", cell(lost)),
