@@ -124,4 +124,4 @@ def test_preferences_are_learned(example):
     trainer = example.DPO(writer, adamw(lr=3e-3), frozen={"reference": copy.deepcopy(writer)}, console=False)
     trainer.fit(batches(to_prefer, 50, shuffle=True, seed=0), batches(held_out, 100), epochs=2)
     assert trainer.history[-1]["val_rewarded"] > 0.9 and trainer.history[-1]["val_loss"] < 0.5
-    assert "of pairs" in example.told(writer, held_out)
+    assert "of pairs" in example.describe(writer, held_out)

@@ -68,9 +68,9 @@ WHOLE = idx(torch.zeros(4, 3, dtype=torch.uint8))
         (b"<html><body>", "no IDX file: it begins with b'<htm'"),
         (idx(torch.zeros(4), kind=0x0D), "type 0x0d; read is 0x08, uint8"),
         (idx(torch.zeros(0)), r"0 values, and its header says \(0,\)"),
-        (gzip.compress(WHOLE)[:-9], "damaged, or was not downloaded whole"),
-        (gzip.compress(WHOLE)[:-4] + b"\1\2\3\4", "damaged, or was not downloaded whole"),
-        (gzip.compress(WHOLE)[:12] + b"\xff" * 8, "damaged, or was not downloaded whole"),
+        (gzip.compress(WHOLE)[:-9], "damaged, or was not downloaded completely"),
+        (gzip.compress(WHOLE)[:-4] + b"\1\2\3\4", "damaged, or was not downloaded completely"),
+        (gzip.compress(WHOLE)[:12] + b"\xff" * 8, "damaged, or was not downloaded completely"),
     ],
     ids=["short", "long", "header", "empty", "a page", "floats", "no rows", "gz short", "gz sum", "gz bytes"],
 )
