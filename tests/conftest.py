@@ -6,8 +6,11 @@ by default (pyproject.toml); asked for by `-m gpu`, they are skipped without a d
 """
 
 import gc
+import os
 import signal
+import tempfile
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -83,6 +86,13 @@ def pytest_terminal_summary(terminalreporter, config):
         folders = ", ".join(sorted(tiers.FULL_FOLDERS))
         slow = f"{DESELECTED['slow']} slow tests and the folders {folders} were left out: pytest --full"
         terminalreporter.write_line(slow)
+
+
+@pytest.fixture
+def directory():
+    """A directory in memory, where there is one: for runs of which nothing depends on a drive."""
+    with tempfile.TemporaryDirectory(dir="/dev/shm" if os.path.isdir("/dev/shm") else None) as made:
+        yield Path(made)
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
+from distributed.launched.programs_run import Ended, ended, free_port
 from test_docs import FENCE, ROOT
-from world.programs_run import Ended, ended, free_port
 
 PAGE = (ROOT / "docs" / "distributed.md").read_text()
 SECONDS = 120

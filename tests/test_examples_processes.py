@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from world.programs_run import Ended, ended, torchrun
+from distributed.launched.programs_run import Ended, ended, torchrun
 
 pytestmark = pytest.mark.slow
 

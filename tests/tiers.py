@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 TESTS = Path(__file__).resolve().parent
-FULL_FOLDERS = {"apart", "benchmarks", "durability", "scripts", "world"}
-"""The emulated device, benchmarks, kills and power cuts, programs of users, launched processes."""
+FULL_FOLDERS = {"benchmarks", "distributed/launched", "durability", "emulated_device", "scripts"}
+"""Benchmarks, launched processes, kills and power cuts, the emulated device, programs of users."""
 LARGE_GRID = 8
 """A grid of at most this many cases is quick as a whole."""
 
 
 def is_full_folder(path: Path) -> bool:
     """Whether a file or folder belongs to the full tier by its place."""
-    parts = path.relative_to(TESTS).parts if path.is_relative_to(TESTS) else ()
-    return bool(parts) and parts[0] in FULL_FOLDERS
+    return any(path.is_relative_to(TESTS / folder) for folder in FULL_FOLDERS)
 
 
 def slow(items: Iterable[Any]) -> dict[Any, None]:

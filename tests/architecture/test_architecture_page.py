@@ -43,7 +43,7 @@ def test_every_package_is_in_the_table_of_the_page() -> None:
 ADDING = (ROOT / "docs" / "development" / "adding.md").read_text()
 FILES = sorted(set(re.findall(r"`([\w/]+\.pyi?)`", ADDING)))
 ROWS = sorted(set(re.findall(r"`(\w+)`\s+(?:of|in)\s+`([\w/]+\.py)`", ADDING)))
-FOLDERS = [ROOT, *(ROOT / "tests" / name for name in ("laws", "slots", "tools")), PACKAGE]
+FOLDERS = [ROOT, *(ROOT / "tests" / name for name in ("laws", "metrics", "tools")), PACKAGE]
 FOLDERS += [PACKAGE / name for name in ("schedules", "metrics")]
 """Folders that the page of additions names files from."""
 

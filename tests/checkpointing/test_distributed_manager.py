@@ -15,6 +15,7 @@ import torch
 from checkpoints import flip, lock, tree_of, updates
 from torch import nn
 
+from distributed.pool import pool
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing import coordinator, distributed_manager, load
 from trainwright.checkpointing import format as formats
@@ -23,7 +24,6 @@ from trainwright.checkpointing.load import load_checkpoint
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.distributed.world import Group, World
-from world.pool import pool
 
 
 def on_all(size, function, *given):

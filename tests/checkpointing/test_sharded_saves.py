@@ -9,10 +9,10 @@ import pytest
 import sharded_runs
 import torch
 
+from distributed.pool import pool
 from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.format import load_tree
 from trainwright.checkpointing.load import latest_checkpoint, load_weights
-from world.pool import pool
 
 
 def on_all(size, function, *given, **named):

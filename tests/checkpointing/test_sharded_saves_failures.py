@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import sharded_runs
 
+from distributed.pool import RankFailed, pool
 from durability.tear import _all_damages
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing import files, sharded_files
@@ -24,7 +25,6 @@ from trainwright.checkpointing.format import load_tree
 from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_weights
 from trainwright.core.errors import CheckpointError
 from trainwright.distributed.world import Group
-from world.pool import RankFailed, pool
 
 
 def on_all(size, function, *given, seconds=60):

@@ -20,7 +20,7 @@ from typing import Any
 
 from .judging import Verdict
 
-SCRIPT = Path(__file__).resolve().parents[1] / "world" / "scripts" / "killed_training.py"
+SCRIPT = Path(__file__).resolve().parents[1] / "distributed" / "launched" / "scripts" / "killed_training.py"
 LIMIT = 240.0
 """Seconds after which a job hangs."""
 Plan = list[dict[str, Any]]

@@ -78,15 +78,15 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             f"{RESUME}::the_moments_are_forgotten",
         ),
         "stop() and max_seconds": (
-            "run/test_early_ends.py::test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped",
-            "run/test_early_ends.py::test_the_law_sees_a_final_validation_that_counts",
+            "fit/test_early_ends.py::test_a_run_that_was_stopped_and_is_resumed_is_the_run_that_never_stopped",
+            "fit/test_early_ends.py::test_the_law_sees_a_final_validation_that_counts",
         ),
         "a signal": (
-            "run/test_signals.py::test_a_signal_at_any_place_ends_the_run_and_a_resume_makes_it_whole",
+            "fit/test_signals.py::test_a_signal_at_any_place_ends_the_run_and_a_resume_makes_it_whole",
             f"{RESUME}::a_pause_that_was_due_is_left_out",
         ),
         "an error": (
-            "run/test_on_error.py::test_an_error_inside_an_update_is_as_if_it_had_never_come",
+            "fit/test_on_error.py::test_an_error_inside_an_update_is_as_if_it_had_never_come",
             f"{RESUME}::an_error_leaves_the_buffers_moved",
         ),
         "with dataloader workers": (
@@ -108,8 +108,8 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             "checkpointing/test_damage.py::test_the_law_sees_a_loader_that_unpickles",
         ),
         "a run whose last save failed does not end as a success": (
-            "run/test_last_save.py::test_a_run_of_which_no_save_succeeded_raises",
-            "run/test_last_save.py::test_the_law_sees_a_last_save_that_only_warns",
+            "fit/test_last_save.py::test_a_run_of_which_no_save_succeeded_raises",
+            "fit/test_last_save.py::test_the_law_sees_a_last_save_that_only_warns",
         ),
     },
     "Schedule": {
@@ -172,7 +172,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             "laws/test_same_data.py::test_a_fault_is_seen",
         ),
         "fused kernels": (
-            "runtime/test_fused.py::test_direct_steps_are_the_optimizers_bit_for_bit",
+            "optim/test_fused.py::test_direct_steps_are_the_optimizers_bit_for_bit",
             f"{PLAIN}::gradients_are_rounded",
         ),
     },
@@ -190,7 +190,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             "tools/test_trial.py::test_the_law_sees_a_trial_that_forgets_the_random_states",
         ),
         "plan": (
-            "run/test_plan.py::test_a_plan_leaves_the_random_state_alone",
+            "fit/test_plan.py::test_a_plan_leaves_the_random_state_alone",
             f"{GUEST}::plans_draw",
         ),
         "saves": (
@@ -208,7 +208,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             f"{GUEST}::leaves_the_model_wrapped",
         ),
         "Ctrl-C is never swallowed": (
-            "run/test_signals.py::test_handlers_are_those_from_before_whichever_way_it_ends",
+            "fit/test_signals.py::test_handlers_are_those_from_before_whichever_way_it_ends",
             f"{GUEST}::leaves_a_signal_handler",
         ),
     },

@@ -9,9 +9,9 @@ import torch
 from sklearn.metrics import roc_auc_score
 from torch import Tensor, nn
 
+from distributed.pool import pool
 from trainwright import EarlyStopping, SettingError, StepOutput, SumLoss, Trainer, accuracy, batches, over_all
 from trainwright.metrics import Derived
-from world.pool import pool
 
 ROWS, BATCH = 45, 8
 INPUTS = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))

@@ -18,8 +18,8 @@ import torch._dynamo
 from torch import nn
 from torch.nn import functional as F
 
+from distributed.pool import pool
 from trainwright import EMA, Checkpoint, Fast, OneCycle, Trainer, accuracy, batches
-from world.pool import pool
 
 ROWS, EPOCHS = 44, 3  # batches of 8: the last of each epoch has 4 rows
 

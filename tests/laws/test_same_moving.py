@@ -21,7 +21,7 @@ from trainwright.fit.arguments import bound_hooks
 from .models import assert_twins, build, ready
 from .plain_loops import EPOCHS, by_hand, by_trainer
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "runtime"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "acceleration"))
 from lanes import FakeLane
 
 

@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.pool import pool
 from trainwright import Checkpoint, Observer, StepOutput, SumLoss, Trainer, Updates, batches
 from trainwright.data import together
 from trainwright.observers import Update
-from world.pool import pool
 
 from .world_runs import apart, flat, rows_of_classes
 

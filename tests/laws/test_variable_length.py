@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
+from distributed.pool import pool
 from trainwright import Checkpoint, MeanLoss, SumLoss, Trainer, Updates
 from trainwright.data import bucketed, pad
-from world.pool import pool
 
 from .world_runs import apart, flat
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from world.pool import pool
+from distributed.pool import pool
 
 from .world_runs import Case, apart, by_hand, by_trainer, by_trainer_each
 

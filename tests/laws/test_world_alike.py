@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.pool import pool
 from trainwright import Checkpoint, Epochs, SettingError, Trainer, Updates, accuracy, batches
 from trainwright.data import sharded
-from world.pool import pool
 
 from .world_runs import rows_of_classes
 

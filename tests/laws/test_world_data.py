@@ -12,10 +12,10 @@ from torch.func import functional_call
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from distributed.pool import pool
 from trainwright import MeanLoss, Trainer, batches
 from trainwright.data import sharded
 from trainwright.distributed.ddp import DDP
-from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import functional as F
 
+from distributed.pool import pool
 from trainwright import SettingError, StepError, Trainer
 from trainwright.distributed.ddp import DDP, Wrapped
-from world.pool import pool
 
 from .world_runs import flat, perceptron, rows_of_classes
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from distributed.pool import pool
 from trainwright import NonFiniteError, Observer, SumLoss, Trainer
 from trainwright.data import sharded
 from trainwright.observers import Update
-from world.pool import pool
 
 from .world_runs import flat, rows_of_classes
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from distributed.pool import pool
 from trainwright import EMA, Cosine, DataError, EarlyStopping, Epochs, MixedPrecision, NonFiniteError, StepLR, Trainer
-from world.pool import pool
 
 from .own_updates import Scaled
 from .world_runs import flat, perceptron, rows_of_classes

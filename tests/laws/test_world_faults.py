@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from world.pool import RankFailed, pool
+from distributed.pool import RankFailed, pool
 
 from . import test_world, test_world_data, test_world_ddp, test_world_ends, world_faults
 from .world_runs import Case

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from distributed.pool import pool
 from trainwright import Observer, StepOutput, SumLoss, Trainer, accuracy, batches
 from trainwright.data import sharded
 from trainwright.distributed.ddp import DDP
 from trainwright.observers import Update
-from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
 

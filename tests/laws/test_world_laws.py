@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from torch import nn
 
-from world.pool import pool
+from distributed.pool import pool
 
 from . import test_custom_updates_gan as gan
 from . import test_custom_updates_sam as sam

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.pool import pool
 from trainwright import EMA, SWA, OneCycle, Trainer, Updates, batches
-from world.pool import pool
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
 

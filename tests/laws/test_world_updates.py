@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from distributed.pool import pool
 from trainwright import MeanLoss, Observer, StepOutput, Trainer, accuracy
 from trainwright.metrics import F1, R2
-from world.pool import pool
 
 from .own_updates import Pair
 from .world_runs import apart, flat, perceptron, rows_of_classes

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.pool import pool
 from trainwright import Observer, SettingError, Trainer, Updates, batches
 from trainwright.distributed.ddp import DDP
 from trainwright.observers import ModelStatistics, Profile, Statistics
-from world.pool import pool
 
 
 class Told(Observer):

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.pool import pool
 from trainwright import Observer, Trainer, Updates, batches
 from trainwright.distributed.ddp import DDP
 from trainwright.observers import Speed, Throughput
-from world.pool import pool
 
 
 class Told(Observer):

@@ -1,0 +1,1 @@
+"""Several processes: what they compute together, how their models are sharded, how they find each other."""

@@ -1,1 +1,0 @@
-"""Several processes: what they compute together, how they start and how they end."""
