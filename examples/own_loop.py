@@ -6,8 +6,8 @@ Expected  at least 96 % of the held-out digits right at the best epoch, after 3 
 Writes    runs/own_loop.safetensors, the best weights (--smoke: nothing that stays)
 
 Every slot of the `Trainer` works without it. This loop makes the updates that the `Trainer` makes with the same
-settings, bit for bit; docs/loop.md goes through that one line by line. Left out: resuming after an interruption, and
-every check that names a mistake before training.
+settings, bit for bit; docs/guides/loop.md goes through that one line by line. Left out: resuming after an
+interruption, and every check that names a mistake before training.
 """
 
 import sys

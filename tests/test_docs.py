@@ -17,7 +17,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-SLOW = {ROOT / "docs" / "techniques.md", ROOT / "docs" / "model_selection.md"}
+SLOW = {ROOT / "docs" / "guides" / "techniques" / "index.md", ROOT / "docs" / "guides" / "model_selection.md"}
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S
 )

@@ -16,7 +16,7 @@ LINK = re.compile(r"(?<!!)\[[^\]]*\]\(([^)\s]+)\)")
 
 
 def test_the_page_of_the_loop_quotes_all_four_methods_whole():
-    quoted = "\n".join(QUOTE.findall((ROOT / "docs/loop.md").read_text(encoding="utf-8")))
+    quoted = "\n".join(QUOTE.findall((ROOT / "docs/guides/loop.md").read_text(encoding="utf-8")))
     source = (ROOT / "src/trainwright/trainer.py").read_text(encoding="utf-8")
     for name in ("fit", "update", "compute_gradients", "apply_gradients"):
         body = re.search(rf"\n    def {name}\(.*?\"\"\"\n(.*?)\n\n    def ", source, re.S)[1]
@@ -24,7 +24,7 @@ def test_the_page_of_the_loop_quotes_all_four_methods_whole():
         assert dedent(body[max(loop, 0) :]) in quoted, name
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
 def test_every_link_to_a_file_leads_somewhere(page):
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.S)
     links = {link.split("#")[0] for link in LINK.findall(text) if "://" not in link}

@@ -59,8 +59,8 @@ def test_a_name_of_two_packages_is_one_object() -> None:
     assert {name: modules for name, modules in found.items() if len(modules) > 1} == {}
 
 
-def test_the_first_page_of_the_docs_lists_the_names_of_each_package() -> None:
-    page = (ROOT / "docs" / "index.md").read_text()
+def test_the_page_of_the_reference_lists_the_names_of_each_package() -> None:
+    page = (ROOT / "docs" / "reference" / "index.md").read_text()
     for package in PACKAGES:
         [row] = re.findall(rf"^\| `trainwright\.{package}` \| (.*) \|$", page, re.M)
         assert set(re.findall(r"`(\w+)`", row)) == set(table(package))
@@ -121,5 +121,5 @@ def test_a_trainer_shows_its_arguments_hooks_methods_and_documented_attributes_a
     arguments = set(inspect.signature(trainwright.Trainer).parameters) - {"console"}
     shown = {name for name in dir(trainer) if not name.startswith("_")}
     assert shown == arguments | {*HOOKS, *METHODS} | ATTRIBUTES
-    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")])
+    pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     assert [name for name in sorted(ATTRIBUTES) if not re.search(rf"(trainer|self)\.{name}\b", pages)] == []

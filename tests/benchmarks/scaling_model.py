@@ -1,4 +1,4 @@
-"""What happens at 8, 64, 1,024 and 16,384 GPUs, on paper: the tables of docs/scaling.md, from stated formulas.
+"""What happens at 8, 64, 1,024 and 16,384 GPUs: the tables of docs/development/scaling.md, from stated formulas.
 
     python tests/benchmarks/scaling_model.py            # the tables
     python tests/benchmarks/scaling_model.py --check    # the formulas against 2 processes on this machine

@@ -14,7 +14,7 @@ from scaling_model import GPUS, LARGE, SMALL, Link
 
 from trainwright.core.rng import random_state
 
-PAGE = (Path(__file__).parents[2] / "docs" / "scaling.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parents[2] / "docs" / "development" / "scaling.md").read_text(encoding="utf-8")
 LINK = Link(1e-5, 1e9)
 
 
