@@ -1,6 +1,6 @@
 """Correctness beside a plain loop, Lightning, Accelerate and the Trainer of transformers, each at its defaults.
 
-    pip install torch==2.13.0 && pip install -e ".[peers]"     # in an environment of its own
+    pip install torch==2.13.0 && pip install -e . --group peers     # in an environment of its own
     python tests/benchmarks/correctness.py killed              # or window, tokens, validation, nan, monitor, import
     python tests/benchmarks/correctness.py                     # all of them
         [--libraries trainwright,plain] [--kills 50] [--rounds 15] [--out docs/benchmarks]

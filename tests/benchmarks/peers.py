@@ -1,6 +1,6 @@
 """Training and evaluation beside loops written by hand and other training libraries, on the CPU.
 
-    pip install -e ".[peers]"
+    pip install -e . --group peers
     python tests/benchmarks/peers.py [--parts train] [--workloads W1,W1f] [--contestants plain,tuned,trainwright]
         [--rounds 7] [--epochs N] [--optimizer adamw|torch] [--loss torch|own] [--json FILE] [--list]
 
