@@ -138,14 +138,16 @@ def test_begin_epoch_freezes_and_sets_free():
     assert all(torch.equal(one, seen[5]) for one in seen[6:])
 
 
-def test_a_parameter_set_free_that_is_in_no_optimizer_is_refused_at_the_epochs_start():
-    class Thaws(Trainer):
-        def begin_epoch(self, epoch):
-            if epoch == 1:
-                self.model[0].requires_grad_(True)
+@pytest.mark.parametrize("hook", ["begin_epoch", "end_epoch", "after_update", "training_step"])
+def test_a_parameter_set_free_that_is_in_no_optimizer_is_refused_at_the_epochs_start(hook):
+    def thaw(self, *given):
+        if hook == "begin_epoch" and given != (1,):
+            return None
+        self.model[0].requires_grad_(True)
+        return Trainer.training_step(self, *given) if hook == "training_step" else None
 
     model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 3))
-    trainer = made(Thaws, model)
+    trainer = made(type("Thaws", (Trainer,), {hook: thaw}), model)
     with pytest.raises(SettingError, match=r"2 trainable parameters are in no optimizer(.|\n)*model\.0\.weight"):
         trainer.fit(data(), epochs=2)
     assert trainer.progress.updates == 3

@@ -97,7 +97,7 @@ class Run:
         """How updates are made."""
         self.scaler = self.strategy.scaler
         self.tracker.bind(self.scaler)
-        self._plan_epoch()
+        self._find_layers()
 
     def _bind_slots(self, trainer: TrainerLike) -> None:
         # A norm may be a collective, and is checked: all ranks measure it, whichever of them has the observer.
@@ -238,15 +238,17 @@ class Run:
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=status.applied is not None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Run the user's `begin_epoch`, once for each epoch, and plan the epoch."""
+        """Run the user's `begin_epoch`, once for each epoch; find the layers again, which user code may have changed."""
+        hooks = self.trainer._hooks
         if self._begun == epoch:
             return
         self._begun = epoch
         self.counters.begun = True
         self.random.epoch_start_state = {}
-        if self.trainer._hooks.begin_epoch is not None:
-            self.trainer._hooks.begin_epoch(epoch)
-        self._plan_epoch()
+        if hooks.begin_epoch is not None:
+            hooks.begin_epoch(epoch)
+        if hooks.overrides_any or self.rank_sync is not None:  # else no layer has changed, and none is unused by now
+            self._find_layers()
         if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
             self.rank_sync.start()  # the pace is another one
             self.next_boundary = min(self.next_boundary, self.rank_sync.at)
@@ -256,8 +258,8 @@ class Run:
         if 0 < self.lengths.made <= self._idle and self.strategy.status.applied is None:
             raise nonfinite_policy.nothing_applied("an epoch", skipped=False)
 
-    def _plan_epoch(self) -> None:
-        """Find the parameters and buffers of the epoch: `begin_epoch` may add, freeze and unfreeze layers."""
+    def _find_layers(self) -> None:
+        """Find the parameters and buffers: `begin_epoch` may add, freeze and unfreeze layers."""
         trainer = self.trainer
         if trainer.parallel.shards:
             refresh_shards(trainer)

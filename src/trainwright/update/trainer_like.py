@@ -137,6 +137,8 @@ class Hooks:
     """The loss of output and target in an evaluation by the default step."""
     standard_error_of: str | None
     """The number whose standard error early stopping asks for, without `val_` and the name of a set."""
+    overrides_any: bool
+    """Whether any hook is the user's own, and may change layers between two updates."""
     overrides_count: bool
     """Whether `count` is the user's own."""
     overrides_training_step: bool
@@ -186,6 +188,7 @@ def read_hooks(
         standard_error_of=_number(early.monitor, trainer.metrics)
         if early is not None and early.min_delta == "1se"
         else None,
+        overrides_any=bool(own),
         overrides_count=counts,
         overrides_training_step=steps,
         overrides_validation_step="validation_step" in own,
