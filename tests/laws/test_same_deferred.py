@@ -82,6 +82,9 @@ def test_what_the_device_leaves_out_the_host_leaves_out(
     assert [record.update for record in told.records] == [record.update for record in told_late.records]
     assert [record.skipped for record in told.records] == [record.skipped for record in told_late.records]
     assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
+    scales = [record.loss_scale for record in told.records]
+    assert scales == [record.loss_scale for record in told_late.records]
+    assert (None in scales) == ("fp16" not in parts)
     close(masked(state(at_once)), masked(state(late)))
     for name in ("loss", "lr", "update", "epoch"):
         ours, theirs = ([row[name] for row in trainer.history] for trainer in (at_once, late))

@@ -318,8 +318,8 @@ def test_a_path_given_to_save_says_what_to_write():
 
 SECOND = {
     "epochs": (5, "fit(train, epochs=5), or batch_size=5"),
-    "a share": (0.2, "train, val = torch.utils.data.random_split(data, [0.8, 0.2])"),
-    "more than all": (1.5, "train, val = torch.utils.data.random_split(data, [0.8, 0.2])"),
+    "a share": (0.2, "train, val = trainwright.data.random_split(data, 0.2)"),
+    "more than all": (1.5, "train, val = trainwright.data.random_split(data, 0.2)"),
 }
 
 
@@ -337,9 +337,9 @@ def test_the_split_that_is_written_works():
     with pytest.raises(SettingError) as caught:
         make().fit((x, y), val=0.25, epochs=1)
     code = str(caught.value).partition("  fix   ")[2].splitlines()[0]
-    names = {"torch": torch, "TensorDataset": torch.utils.data.TensorDataset, "data": (x, y)}
+    names = {"trainwright": trainwright, "data": (x, y)}
     exec(code, names)
-    assert (len(names["train"]), len(names["val"])) == (15, 5)
+    assert (len(names["train"][0]), len(names["val"][0])) == (15, 5)
     assert "val_loss" in make().fit(names["train"], names["val"], epochs=1, batch_size=5).history[0]
 
 

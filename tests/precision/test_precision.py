@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import MixedPrecision, SettingError, Trainer
+from trainwright import MixedPrecision, Observer, SettingError, Trainer
+from trainwright.observers import Update
 from trainwright.precision import LossScaler, Precision
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.update.loss_tracker import LossTracker
@@ -209,3 +210,40 @@ def test_the_gradient_of_a_loss_is_made_once_and_again_after_a_hook_wrote_into_i
     assert tracker.grad_tensor(loss, 0.25) is made and tracker.grad_tensor(loss, 0.125) is None
     made.zero_()
     assert tracker.grad_tensor(loss, 0.25) == 2.0
+
+
+class Scales(Observer):
+    """Keeps the loss scale of every update."""
+
+    def __init__(self) -> None:
+        self.seen: list[tuple[float | None, bool]] = []
+
+    def on_update(self, update: Update) -> None:
+        self.seen.append((update.loss_scale, update.skipped))
+
+
+def test_the_record_of_an_update_has_the_loss_scale_of_its_own_backward_and_not_of_the_next():
+    scales = Scales()
+    model = nn.Linear(4, 1)
+    precision = MixedPrecision("fp16", init_scale=2.0**24, growth_interval=2)
+    data = [(torch.ones(2, 4), torch.zeros(2, 1))] * 12
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.001)
+    trainer = Trainer(model, optimizer, nn.MSELoss(), precision=precision, observers=[scales], console=False)
+    trainer.fit(data, epochs=1)
+    expected, scale, good = [], 2.0**24, 0
+    for _, skipped in scales.seen:
+        expected.append((scale, skipped))
+        good = 0 if skipped else good + 1
+        scale *= 0.5 if skipped else 2.0 if good == 2 else 1.0
+        good %= 2
+    assert scales.seen == expected
+    assert {skipped for _, skipped in scales.seen} == {True, False}
+
+
+def test_without_a_loss_scale_the_record_has_none():
+    scales = Scales()
+    model = nn.Linear(4, 1)
+    data = [(torch.ones(2, 4), torch.zeros(2, 1))]
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1)
+    Trainer(model, sgd, nn.MSELoss(), observers=[scales], console=False).fit(data, epochs=1)
+    assert scales.seen == [(None, False)]

@@ -58,6 +58,8 @@ class Update:
     skipped: bool
     values: Mapping[str, float] = field(default_factory=dict)
     """Named losses, logged and probed numbers, and `lr_<name>` and `grad_norm_<name>` of named optimizers."""
+    loss_scale: float | None = None
+    """The loss scale of this update's backward passes (fp16); None without one, and for your own on a device."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,7 +92,7 @@ _VAL = "fit(train, val, ...)"
 _DEVICES = 'Trainer(..., parallel="auto")   # under torchrun --nproc-per-node 2 train.py, or launch(main, processes=2)'
 _SEED = "fit(batches(data, 64, shuffle=True, seed=0), ...)   # and torch.manual_seed(0) before the model is made"
 _LIMIT = "fit(..., max_updates=10)   # smoke_run(trainer, train, val) is a dry run of all slots"
-_SPLIT = "train, val = torch.utils.data.random_split(data, [0.8, 0.2])"
+_SPLIT = "train, val = trainwright.data.random_split(data, 0.2)"
 _BEST, _RESTORED = 'Checkpoint(..., best="val_loss")', 'Checkpoint(..., best="val_loss", restore_best=True)'
 FOREIGN_ARGUMENTS = {
     "callbacks": "observers=[...], early_stopping=EarlyStopping(...), checkpoint=Checkpoint(...)",

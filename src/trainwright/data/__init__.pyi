@@ -1,5 +1,6 @@
 from trainwright.data.row_batches import Batches
 from trainwright.data.sharding import shard, sharded
+from trainwright.data.splitting import random_split
 from trainwright.data.transforms.bucketing import Bucketed, bucketed
 from trainwright.data.transforms.normalize import Normalize
 from trainwright.data.transforms.padding import Pad, pad
@@ -15,6 +16,7 @@ __all__ = [
     "Together",
     "bucketed",
     "pad",
+    "random_split",
     "shard",
     "sharded",
     "together",

@@ -104,15 +104,20 @@ def open_rows(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | 
     table = table_of(data)
     if table is not None:
         return table if collate is None else SeededRows(TableRows(table), collate)
-    if isinstance(data, DataLoader | IterableDataset) or not _is_map_style(data):
-        raise DataError(
-            f"batches({type(data).__name__}, ...): no data set of rows",
-            want="a map-style Dataset (len and []), a tensor, an array, or a tuple or dict of equally long ones",
-            fix=_fix_for(data),
-        )
+    check_rows(data, f"batches({type(data).__name__}, ...)")
     if collate is None:  # a collate function may join rows of any shapes
         _refuse_list_of_columns(data)
     return SeededRows(data, collate)
+
+
+def check_rows(data: Any, written: str) -> None:
+    """Raise DataError where data are no map-style data set; `written`: the user's call."""
+    if isinstance(data, DataLoader | IterableDataset) or not _is_map_style(data):
+        raise DataError(
+            f"{written}: no data set of rows",
+            want="a map-style Dataset (len and []), a tensor, an array, or a tuple or dict of equally long ones",
+            fix=_fix_for(data),
+        )
 
 
 def _is_map_style(data: Any) -> bool:

@@ -110,8 +110,7 @@ def _check_val(train: Any, val: Any) -> None:
         raise SettingError(what, want="data that were held out, or none", fix=fix)
     if isinstance(val, float):
         share = val if 0 < val < 1 else 0.2
-        data = "TensorDataset(*data)" if isinstance(train, tuple) else "data"
-        fix = f"train, val = torch.utils.data.random_split({data}, [{1 - share:g}, {share:g}])"
+        fix = f"train, val = trainwright.data.random_split(data, {share:g})"
         raise SettingError(f"fit(train, val={val})", want="data that were held out, not a share", fix=fix)
     kinds = (Tensor, np.ndarray)
     if not isinstance(train, kinds) or not isinstance(val, kinds) or not train.ndim or not val.ndim:

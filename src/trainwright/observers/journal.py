@@ -103,6 +103,8 @@ class Journal(Observer):
             record["lrs"] = update.lrs
         if update.grad_norm is not None:
             record["grad_norm"] = update.grad_norm
+        if update.loss_scale is not None:
+            record["loss_scale"] = update.loss_scale
         if update.skipped:
             self._held_back += 1
             record |= {"skipped": True, "held_back": self._held_back}

@@ -88,6 +88,11 @@ class DeviceScale(LossScale):
         self._send()
 
     @property
+    def known(self) -> float:
+        """The scale that was sent to the device or read from it last."""
+        return self._host.value
+
+    @property
     def value(self) -> float:
         """The scale; read from the device."""
         return float(self.state_dict()["scale"])
@@ -295,6 +300,8 @@ class DeferredCheck(UpdateStrategy):
         self._before = (0, 0)
         self._applied = 0
         """Updates of this stage that are known to be applied."""
+        self._scale: float | None = None
+        """The loss scale of the update whose numbers arrive next; None where no observer asks, or without a scale."""
         self._fuses_clipping = False
         """Whether the steps multiply and clip the gradients themselves."""
 
@@ -369,8 +376,8 @@ class DeferredCheck(UpdateStrategy):
         self._reads.push(numbers, partial(self._receive, pending))
 
     def flags(self) -> list[float | Tensor]:
-        """Return whether the update in progress ends the run, and whether it is left out."""
-        return [0.0 if self._found_inf is None else self._found_inf, 0.0]
+        """Return whether the update in progress ends the run, whether it is left out, and the scale of the next one."""
+        return [0.0 if self._found_inf is None else self._found_inf, 0.0, 0.0]
 
     def flush(self) -> None:
         """Wait for the numbers of all updates."""
@@ -380,7 +387,7 @@ class DeferredCheck(UpdateStrategy):
         """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
         run, terms = self._run, pending.terms
         run.tracker.add_read(pending.entries, numbers, terms)
-        ends_run, left_out, *norms = numbers[2 * len(pending.entries) :]
+        ends_run, left_out, next_scale, *norms = numbers[2 * len(pending.entries) :]
         if ends_run:
             self._raise(pending, norms)
         lrs = self.lrs_of(pending)
@@ -393,7 +400,9 @@ class DeferredCheck(UpdateStrategy):
             lr=lrs[0],
             lrs=lrs,
             grad_norm=named.get(run.optimizer_steps.all.steps[0].name),
+            loss_scale=self._scale,
         )
+        self._scale = None if self._scale is None else next_scale
         grad_norms = {f"grad_norm_{name}": norm for name, norm in named.items()} if run.optimizer_steps.named else {}
         self.reporter.send(update, {"loss": mean_of(terms.get("loss", [])), **values_of(terms), **grad_norms})
 
@@ -474,6 +483,8 @@ class DeferredSkip(DeferredCheck):
         super().begin(window)
         if not self._reads.has_unread:
             self._verdict.reset(self._applied)
+            if self._scale is None and self.scaler is not None and self.reporter.is_needed:
+                self._scale = self.scaler.known
         if self._lr_table is not None:
             self._lr_table.reach(self._applied)
 
@@ -491,8 +502,9 @@ class DeferredSkip(DeferredCheck):
         super().report(window)
 
     def flags(self) -> list[float | Tensor]:
-        """Return whether the update in progress ends the run, and whether it is left out."""
-        return [self._verdict.ends_run, self._verdict.left_out]
+        """Return whether the update in progress ends the run, whether it is left out, and the scale of the next one."""
+        read = self.scaler is not None and self.reporter.is_needed
+        return [self._verdict.ends_run, self._verdict.left_out, self.scaler.scale if read else 0.0]
 
     def flush(self) -> None:
         """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""

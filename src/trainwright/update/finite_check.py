@@ -87,7 +87,7 @@ class ImmediateCheck(UpdateStrategy):
 
     def adapt_scale(self, scaler: LossScale) -> None:
         """Adapt the loss scale once, by all that the update has seen."""
-        status = self.status
+        status, self.reporter.loss_scale = self.status, scaler.scale
         if status.overflowed is not None:
             scaler.adapt(status.overflowed)
         elif status.stepped:

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from torch import Tensor
+
+from trainwright.core import host_reads
 from trainwright.core.durations import Epochs, Seconds, TimeTrigger, Trigger, check_duration
 from trainwright.core.errors import SettingError, message
 from trainwright.core.progress import Counters
@@ -33,6 +36,8 @@ class UpdateReporter:
         """Whether records are held until the ranks synchronize."""
         self._held: list[tuple[Update, Sums]] = []
         """Records, each with sum and count of every number of this rank."""
+        self.loss_scale: float | Tensor | None = None
+        """The loss scale of the update in progress; None without one."""
         self.note = ""
         """Which updates were reported with the numbers of rank 0 alone; empty for none."""
         self._notify = [
@@ -102,7 +107,9 @@ class UpdateReporter:
         self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
     ) -> Update:
         """Return the record of the update of this window."""
-        counters, lrs = self._counters, self._optimizer_steps.lrs
+        counters, lrs, scale = self._counters, self._optimizer_steps.lrs, self.loss_scale
+        if isinstance(scale, Tensor):
+            [scale] = host_reads.read([scale]) if scale.is_cpu else [None]  # observers cause no read from a device
         return Update(
             update=counters.earlier_updates + counters.updates,
             epoch=counters.earlier_epochs + counters.epoch,
@@ -113,6 +120,7 @@ class UpdateReporter:
             rows=window.all_rows,
             skipped=skipped,
             values=values,
+            loss_scale=scale,
         )
 
 

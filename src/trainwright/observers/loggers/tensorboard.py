@@ -61,6 +61,8 @@ class TensorBoardLogger(Observer):
         numbers = {"loss": update.loss, "lr": update.lr, **update.values}
         if update.grad_norm is not None:
             numbers["grad_norm"] = update.grad_norm
+        if update.loss_scale is not None:
+            numbers["loss_scale"] = update.loss_scale
         if len(update.lrs) > 1:
             numbers |= {f"lr/group_{group}": rate for group, rate in enumerate(update.lrs)}
         self._write(update.update, numbers)
