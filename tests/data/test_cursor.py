@@ -7,15 +7,19 @@ process. Windows of two batches: half of the kills come inside a window, whose f
 from __future__ import annotations
 
 import json
+import random
 from collections.abc import Callable, Iterator
 from itertools import islice
 from typing import Any, NamedTuple
 
 import pytest
-from passes import Augmented, Globally, Mixed, rest, trains
+import torch
+from passes import ORDERS, Augmented, Globally, Mixed, Passing, rest, trains
+from sharded_sources import Stream as Parts
 from sources import READY, Noisy, Stream, X, Y, committed, generator, seeded, text
 from test_data_states import Remembers, RemembersRows, Rolling
-from torch.utils.data import DataLoader, RandomSampler, TensorDataset
+from test_together import CASES as TOGETHER
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
 from trainwright.checkpointing import tree
 from trainwright.core.rng import random_state, set_random_state
@@ -42,6 +46,20 @@ def continuing(make: Callable[[], Any]) -> Callable[[], Any]:
     return lambda: Continuing(open_source(make()))
 
 
+class Trailing(IterableDataset[Any]):
+    """Draws when it is asked for an iterator, and after its last row; a batch and a part of one for each worker."""
+
+    def __iter__(self) -> Iterator[Any]:
+        start = torch.rand(1)
+        return self._rows(start)
+
+    def _rows(self, start: torch.Tensor) -> Iterator[Any]:
+        for _ in range(5):
+            yield start + torch.rand(1), random.random()
+        torch.rand(3), random.random()
+
+
+LOADER_ORDERS = [order for order in ORDERS if order not in ("in order", "shuffle", "generator", "globally", "stateful")]
 SOURCES: dict[str, Callable[[], Any]] = {
     "arrays": lambda: batches((X, Y), 6, shuffle=True),
     "rows": lambda: batches(Noisy(), 6, shuffle=True),
@@ -60,7 +78,15 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "loader of a stream": lambda: loader(Stream(), batch_size=3),
     "loader of a stateful stream": lambda: loader(RemembersRows(), batch_size=2),
     "loader of a stateful data set": lambda: loader(Rolling(), shuffle=True),
+    **{f"loader, {order}": lambda order=order: DataLoader(Augmented(), **ORDERS[order]()) for order in LOADER_ORDERS},
+    "loader with an __iter__ of its own, with workers": lambda: Passing(
+        Augmented(), batch_size=4, num_workers=2, shuffle=True
+    ),
     "loader with workers": lambda: loader(shuffle=True, num_workers=2),
+    "loader with one batch ahead, with workers": lambda: loader(shuffle=True, num_workers=2, prefetch_factor=1),
+    "loader of a stream with persistent workers": lambda: loader(
+        Trailing(), batch_size=3, num_workers=2, persistent_workers=True
+    ),
     "loader with persistent workers": lambda: loader(shuffle=True, num_workers=1, persistent_workers=True),
     "loader of a stateful data set in workers": lambda: loader(Rolling(), num_workers=2),
     "list": lambda: READY,
@@ -68,7 +94,12 @@ SOURCES: dict[str, Callable[[], Any]] = {
     "stateful iterable": Remembers,
     "function of the epoch": lambda: lambda epoch: loader(shuffle=True, batch_size=4 + epoch),
     "function of the epoch, shared data": lambda: shared(batches(X, 6, shuffle=True)),
-    "together": lambda: together(a=batches((X, Y), 5, shuffle=True), b=loader(shuffle=True, batch_size=8)),
+    **{f"together, {name}": make for name, make in TOGETHER.items()},
+    "together, with workers": lambda: together(
+        a=loader(shuffle=True, num_workers=2),
+        b=loader(batch_size=7, shuffle=True, num_workers=1, persistent_workers=True),
+    ),
+    "together, stateful": lambda: together(a=Remembers(), b=Remembers(), length="a"),
     "arrays, continuing": continuing(lambda: batches((X, Y), 6, shuffle=True)),
     "stateful rows, continuing": continuing(lambda: batches(Rolling(), 8, shuffle=True)),
     "shuffled loader, continuing": continuing(lambda: loader(shuffle=True, batch_size=7)),
@@ -85,8 +116,11 @@ RANKS: dict[str, Callable[[], Any]] = {
     "sharded stream": lambda: sharded(Stream()),
     "sharded stateful iterable": lambda: sharded(Remembers()),
     "function of the epoch": SOURCES["function of the epoch"],
-    "together": SOURCES["together"],
+    "loader with workers": SOURCES["loader with workers"],
+    "loader with persistent workers": SOURCES["loader with persistent workers"],
+    "together": SOURCES["together, batches and a loader"],
     "arrays, continuing": SOURCES["arrays, continuing"],
+    "sharded stream, continuing": continuing(lambda: sharded(loader(Parts(12), batch_size=1))),
 }
 
 
@@ -180,7 +214,7 @@ def test_a_source_killed_at_any_batch_continues_with_the_undisturbed_order(name:
 
 @pytest.mark.parametrize("name", RANKS)
 def test_a_rank_killed_at_any_batch_continues_with_its_part_of_the_order(name: str) -> None:
-    check(RANKS[name], Shard(1, 2))
+    check(RANKS[name], Shard(1, 2), every=5 if "workers" in name else 1)
 
 
 # Each fault makes the property fail.

@@ -297,6 +297,7 @@ class Continuing(Source):
             "pass": self._pass,
             "taken": self._committed[0],
             "random": self._random,
+            "next": self._common,
             "source": self._source.position(),
         }
 
@@ -338,3 +339,5 @@ class Continuing(Source):
                 if position["random"] is not None and self._part is None:
                     set_random_state(position["random"])
                 self._begin_pass(position["pass"], position["taken"])
+            if self._part is not None and position["next"] is not None:
+                self._common = position["next"]  # a pass that skips batches has drawn more than one that begins
