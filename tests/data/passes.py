@@ -1,15 +1,9 @@
-"""Trains on a source as a run does, cut at one batch, and goes on from there: shared by the tests of resuming.
-
-As a script it goes on in a new process with what `save` has written, and prints what it was given.
-"""
+"""Trains on a source as a run does, cut at one batch, and goes on from there: shared by the tests of resuming."""
 
 from __future__ import annotations
 
-import json
 import random
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -17,9 +11,7 @@ import torch
 from sources import Noisy, committed, generator, text
 from torch.utils.data import BatchSampler, DataLoader, RandomSampler, Sampler, SubsetRandomSampler, get_worker_info
 
-from trainwright.checkpointing import tree
 from trainwright.core.rng import random_state, set_random_state
-from trainwright.data.opening import open_source
 
 EPOCHS = 3
 END = object()
@@ -105,12 +97,8 @@ ORDERS: dict[str, Callable[[], dict[str, Any]]] = {
 }
 WORKERS: dict[str, dict[str, Any]] = {
     "0": {},
-    "1": {"num_workers": 1},
     "2": {"num_workers": 2, "worker_init_fn": starts_noisily},
-    "3": {"num_workers": 3, "prefetch_factor": 1},
-    "1 persistent": {"num_workers": 1, "persistent_workers": True},
     "2 persistent": {"num_workers": 2, "persistent_workers": True, "timeout": 30},
-    "3 persistent": {"num_workers": 3, "persistent_workers": True},
 }
 
 
@@ -177,33 +165,3 @@ def rest(table: list[list[str]], epoch: int, batch: int) -> list[list[str]]:
 def alike(given: list[list[str]], expected: list[list[str]]) -> bool:
     """Whether all batches are equal; pytest would take minutes to show how they differ."""
     return given == expected
-
-
-def opened(order: str, workers: str) -> Any:
-    source = open_source(loader(order, workers))
-    source.must_resume = True
-    return source
-
-
-def save(path: Path, saved: Any) -> None:
-    """Write a tree as a checkpoint does: JSON, and tensors beside it."""
-    plain, tensors = tree.flatten(saved)
-    path.with_suffix(".json").write_text(json.dumps(plain))
-    torch.save(tensors, path.with_suffix(".pt"))
-
-
-def load(path: Path) -> Any:
-    tensors = torch.load(path.with_suffix(".pt"), weights_only=True)
-    return tree.loads(path.with_suffix(".json").read_text(), tensors)
-
-
-def go_on(path: Path) -> None:
-    """Go on with every case that was saved, and write what was given beside it."""
-    torch.set_num_threads(1)
-    torch.manual_seed(99)
-    given = [resumed(opened(*case["loader"]), case["saved"], *case["at"]) for case in load(path)]
-    path.with_suffix(".given").write_text(json.dumps(given))
-
-
-if __name__ == "__main__":
-    go_on(Path(sys.argv[1]))

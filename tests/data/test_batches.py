@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from sources import committed
-from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, Subset, TensorDataset, random_split
+from torch.utils.data import BatchSampler, DataLoader, Dataset, Subset, TensorDataset, random_split
 
 from trainwright.core.errors import DataError, SettingError
 from trainwright.data.opening import batches
@@ -233,16 +233,6 @@ def test_in_order_without_a_seed_the_draws_of_a_data_set_are_kept_in_the_state()
     assert not same(list(batches(Augmented(), 8).epoch(0)), kept)
 
 
-def test_a_data_set_with_getitems_is_asked_once_per_batch() -> None:
-    data = AtOnce()
-    assert [len(batch[0]) for batch in batches(data, 8, seed=1)] == [8, 8, 4]
-    assert data.read == []
-
-
-def random_sampler() -> RandomSampler:
-    return RandomSampler(range(20), generator=torch.Generator().manual_seed(4))
-
-
 @pytest.mark.parametrize("skip", [0, 1, 2, 3])
 @pytest.mark.parametrize(
     "settings", [{}, {"shuffle": True}, {"sampler": [5, 2, 9, 9, 1, 0, 7, 3, 4]}, {"drop_last": True}]
@@ -279,21 +269,6 @@ def test_a_sampler_gives_the_rows_and_is_told_the_epoch() -> None:
         len(source)
     assert batches(Y, 2, sampler=[1, 2, 3]).rows == 3
     assert batches(Y, 2, sampler=[1, 2, 3], drop_last=True).rows == 2
-
-
-def test_a_samplers_generator_is_resumed_inside_an_epoch_and_at_its_end() -> None:
-    source = batches(Y, 8, sampler=random_sampler())
-    table = [list(source.epoch(0))]
-    ended = committed(source)
-    iterator = source.epoch(1)
-    table.append([next(iterator)])
-    inside = committed(source)
-    table[1] += iterator
-    for state, skip in ((ended, 0), (inside, 1)):
-        resumed = batches(Y, 8, sampler=random_sampler())
-        resumed.seek(state)
-        assert resumed.position() == state
-        assert same(list(resumed.epoch(1, skip)), table[1][skip:])
 
 
 def test_state_restores_the_seed_and_the_passes() -> None:
@@ -357,6 +332,7 @@ def test_descriptions_say_rows_batches_and_order() -> None:
         (lambda: batches((X, Y), 8, shuffle="yes"), SettingError, "shuffle='yes'"),
         (lambda: batches((X, Y), 8, collate=3), SettingError, "collate=3"),
         (lambda: batches((X, Y), 8, per_rank=8), SettingError, "batch_size=8, per_rank=8(.|\n)*one of the two"),
+        (lambda: batches(X, per_rank=0), SettingError, "per_rank=0"),
         (lambda: batches(X, 8, shuffle=True, sampler=[1]), SettingError, "one of the two"),
         (lambda: batches(X, 8, sampler=iter([1])), SettingError, "iterated again in each epoch"),
         (lambda: batches(X, 8, sampler=[]), DataError, "has 0 rows"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from passes import Augmented, Globally, Passing, alike, rest, resumed, trained
+from passes import Globally, Passing, alike, rest, resumed, trained
 from sources import READY, Noisy, Stream, X, Y, committed, seeded
 from torch import nn
 from torch.utils.data import (
@@ -76,46 +76,10 @@ class Rolling(Noisy):
             self.begun = True
 
 
-class Lively(Stream):
-    """Rows with draws of each generator."""
-
-    def __iter__(self) -> Iterator[Any]:
-        for index in range(10):
-            yield index, torch.rand(1), random.random(), np.random.rand()
-
-
 def opened(data: Any) -> Any:
     source = open_source(data)
     source.must_resume = True
     return source
-
-
-MAKES = {
-    "iterable": Remembers,
-    "rows": lambda: DataLoader(RemembersRows(), batch_size=2),
-    "data set": lambda: DataLoader(Rolling(), batch_size=4, shuffle=True),
-    "data set in workers": lambda: DataLoader(Rolling(), batch_size=4, num_workers=2),
-    "data set in persistent workers": lambda: DataLoader(
-        Rolling(), batch_size=4, num_workers=2, persistent_workers=True
-    ),
-    "batches": lambda: batches(Rolling(), 4, shuffle=True),
-    "stream": lambda: DataLoader(Lively(), batch_size=3, num_workers=2, persistent_workers=True),
-    "own iter": lambda: Passing(Augmented(), batch_size=4, num_workers=2, shuffle=True),
-    "own iter, persistent": lambda: Passing(
-        Augmented(), batch_size=4, num_workers=2, shuffle=True, persistent_workers=True
-    ),
-    "each epoch": lambda: lambda epoch: DataLoader(Augmented(), batch_size=4, num_workers=epoch % 2, shuffle=True),
-}
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("name", MAKES)
-def test_data_go_on_from_their_own_state_or_are_read_past(name: str) -> None:
-    seeded()
-    cuts = [(0, 1), (1, 2), (2, 0)]
-    table, saved = trained(opened(MAKES[name]()), cuts)
-    for at in cuts:
-        assert alike(resumed(opened(MAKES[name]()), saved[at], *at), rest(table, *at)), at
 
 
 def test_a_half_fetched_window_of_an_iterable_is_not_lost() -> None:
@@ -138,34 +102,6 @@ def test_a_stateful_loader_of_torchdata_is_asked_for_its_position(workers: int) 
     table, saved = trained(opened(make()), [(0, 1), (1, 2), (2, 0)])
     for at in saved:
         assert alike(resumed(opened(make()), saved[at], *at), rest(table, *at)), at
-
-
-@pytest.mark.sample(4)
-@pytest.mark.parametrize("workers", [0, 2])
-@pytest.mark.parametrize("at", [3, 4, 5, 6, 9])
-def test_a_window_over_the_end_of_a_pass_goes_back_to_its_start(workers: int, at: int) -> None:
-    def make() -> Continuing:
-        source = Continuing(opened(DataLoader(Augmented(), batch_size=5, shuffle=True, num_workers=workers)))
-        source.must_resume = True
-        return source
-
-    seeded()
-    source, table, kept = make(), [], {}
-    iterator = source.epoch(0)
-    for number in range(12):
-        if number % 3 == 0:
-            source.commit()
-            kept[number] = torch.get_rng_state(), random.getstate(), np.random.get_state()
-        if number == at:
-            state = source.position()
-        table.append(repr(next(iterator)))
-    begun = at - at % 3
-    again = make()
-    again.seek(state)
-    iterator = again.epoch(0, skip=begun)
-    torch.set_rng_state(kept[begun][0]), random.setstate(kept[begun][1]), np.random.set_state(kept[begun][2])
-    given = [repr(next(iterator)) for _ in range(begun, 12)]
-    assert [one == other for one, other in zip(given, table[begun:], strict=True)] == [True] * len(given)
 
 
 class Restless(Globally):

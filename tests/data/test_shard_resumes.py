@@ -6,60 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from passes import Augmented, Mixed, rest, resumed, trained
+from passes import Augmented
 from sharded_sources import opened
-from sources import committed, generator
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from sources import committed
+from torch.utils.data import DataLoader, Dataset
 from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.core.rng import random_state
 from trainwright.data.opening import batches
-from trainwright.data.sharding import shard, sharded
 from trainwright.distributed.mesh import Shard
-
-CUTS = [(0, 0), (0, 2), (1, 1), (1, 3), (2, 0)]
-KINDS: dict[str, dict[str, Any]] = {
-    "1": {"num_workers": 1, "shuffle": True},
-    "2": {"num_workers": 2, "generator": generator(), "shuffle": True},
-    "2 persistent": {"num_workers": 2, "persistent_workers": True, "sampler": Mixed()},
-    "0": {"shuffle": True},
-}
-
-
-class OfProcess:
-    """A sharded source whose slices are read as batches."""
-
-    def __init__(self, make: Any, *, rank: int = 1, size: int = 2) -> None:
-        self.source = opened(make, Shard(rank, size))
-        self.source.must_resume = True
-
-    def position(self) -> Any:
-        return self.source.position()
-
-    def seek(self, position: Any) -> str | None:
-        said: str | None = self.source.seek(position)
-        return said
-
-    def epoch(self, epoch: int, skip: int = 0) -> Any:
-        return (one.batch for one in self.source.epoch(epoch, skip))
-
-    def commit(self) -> None:
-        self.source.commit()
-
-
-@pytest.mark.sample(2)
-@pytest.mark.parametrize("kind", KINDS)
-def test_workers_of_each_process_go_on_where_they_were(kind: str) -> None:
-    def make() -> Any:
-        again = {"sampler": Mixed()} if "sampler" in KINDS[kind] else {}
-        again |= {"generator": generator()} if "generator" in KINDS[kind] else {}
-        return DataLoader(Augmented(), batch_size=4, **(KINDS[kind] | again))
-
-    torch.manual_seed(4)
-    table, saved = trained(OfProcess(make), CUTS)
-    for at in [(0, 2), (1, 1)] if kind == "2" else CUTS:
-        torch.manual_seed(99)
-        assert resumed(OfProcess(make), saved[at], *at) == rest(table, *at), at
 
 
 def test_on_another_number_of_processes_the_rows_are_the_same_and_a_line_says_what_is_not() -> None:
@@ -122,39 +77,6 @@ def test_a_data_set_that_tells_its_state_is_asked_on_each_process(of: str) -> No
     again = opened(make, Shard(1, 2, least=4))
     again.seek(positions[1])
     assert next(again.epoch(1)).batch[1].tolist() == [13, 14, 15, 16, 17, 18]
-
-
-class Stateful(IterableDataset):
-    """A stream that knows where it is."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __iter__(self) -> Any:
-        index, total = shard()
-        rows = range(index, 12, total)
-        while self.at < len(rows):
-            self.at += 1
-            yield rows[self.at - 1]
-        self.at = 0
-
-    def state_dict(self) -> Any:
-        return {"at": self.at}
-
-    def load_state_dict(self, tree: Any) -> None:
-        self.at = tree["at"]
-
-
-def test_a_stream_that_tells_its_position_goes_on_there_on_each_process() -> None:
-    def make() -> Any:
-        return sharded(DataLoader(Stateful(), batch_size=2))
-
-    for rank, left in ((0, [[4, 6], [8, 10]]), (1, [[5, 7], [9, 11]])):
-        source = opened(make, Shard(rank, 2))
-        next(source.epoch(0))
-        again = opened(make, Shard(rank, 2))
-        again.seek(committed(source))
-        assert [one.batch.tolist() for one in again.epoch(0, 1)] == left
 
 
 def test_samplers_hear_the_epoch_on_every_process() -> None:

@@ -16,8 +16,7 @@ from sources import committed
 from torch.utils.data import DataLoader
 from torch.utils.data.distributed import DistributedSampler
 
-from trainwright.core.errors import DataError, SettingError
-from trainwright.core.rng import random_state, set_random_state
+from trainwright.core.errors import DataError
 from trainwright.data.opening import batches, open_source
 from trainwright.data.sharding import shard, sharded
 from trainwright.data.slicing import rows_of as counted
@@ -122,6 +121,12 @@ def test_a_stream_goes_on_only_on_as_many_processes_inside_an_epoch() -> None:
                     again.epoch(0, skip)
             else:
                 assert [rows_of(one.batch) for one in again.epoch(0, skip)] == expected[skip:]
+        endless = Continuing(opened(lambda name=name: sharded(STREAMS[name]()), Shard(0, 2)))
+        endless.shard(Shard(0, 2))
+        next(endless.epoch(0))
+        endless.seek(committed(endless), other_size=True)
+        with pytest.raises(DataError, match="each process has a part of its own"):
+            endless.epoch(0, 1)
 
 
 def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
@@ -139,31 +144,6 @@ def test_an_endless_stream_begins_each_pass_alike_on_all_processes() -> None:
     for number in range(2):
         both = [row for given in ranks for row in given[6 * number : 6 * number + 6]]
         assert sorted(both) == list(range(12))
-
-
-def test_an_endless_stream_resumes_on_as_many_processes_where_each_of_them_was() -> None:
-    def made(rank: int) -> Any:
-        source = Continuing(open_source(sharded(DataLoader(Stream(12), batch_size=1))))
-        source.shard(Shard(rank, 2))
-        return source
-
-    source = made(1)
-    starts()
-    iterator = source.epoch(0)
-    [next(iterator) for _ in range(4)]
-    begun = random_state()
-    iterator = source.epoch(1)
-    [next(iterator) for _ in range(4)]
-    saved, rest = committed(source), [next(iterator).batch.item() for _ in range(3)]
-    again = made(1)
-    again.seek(saved)
-    set_random_state(begun)
-    iterator = again.epoch(1, 4)
-    assert [next(iterator).batch.item() for _ in range(3)] == rest
-    elsewhere = made(1)
-    elsewhere.seek(saved, other_size=True)
-    with pytest.raises(DataError, match="each process has a part of its own"):
-        elsewhere.epoch(1, 4)
 
 
 class Knows(Lists):
@@ -271,10 +251,3 @@ def test_a_ready_batch_of_unknown_rows_is_refused(batch: Any, named: str) -> Non
     source = opened(lambda: [batch], Shard(0, 2))
     with pytest.raises(DataError, match=named):
         list(source.epoch(0))
-
-
-def test_a_batch_size_of_both_kinds_is_refused() -> None:
-    with pytest.raises(SettingError, match="one of the two"):
-        batches(torch.ones(4), 2, per_rank=2)
-    with pytest.raises(SettingError, match="per_rank=0"):
-        batches(torch.ones(4), per_rank=0)

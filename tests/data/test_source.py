@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from sources import READY, Noisy, X, Y, committed, generator, text
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler, TensorDataset
 
@@ -109,29 +108,6 @@ def test_a_function_is_called_once_per_epoch() -> None:
 def test_a_functions_data_get_the_batch_size() -> None:
     source = open_source(lambda epoch: (X + epoch, Y), batch_size=8)
     assert [next(source.epoch(epoch))[0][0, 0].item() for epoch in (0, 1)] == [0.0, 1.0]
-
-
-@pytest.mark.parametrize("shared", [False, True])
-def test_a_functions_data_are_resumed(shared: bool) -> None:
-    def make() -> Any:
-        own = batches(X, 8, shuffle=True)
-        return (lambda epoch: own) if shared else (lambda epoch: batches(X, 8, shuffle=True))
-
-    source = open_source(make())
-    list(source.epoch(0))
-    between, drawn = committed(source), torch.get_rng_state()
-    iterator = source.epoch(1)
-    first = next(iterator)
-    inside = committed(source)
-    table = [text(batch) for batch in [first, *iterator]]
-    resumed = open_source(make())
-    resumed.seek(inside)
-    assert resumed.position() == inside
-    assert [text(batch) for batch in resumed.epoch(1, skip=1)] == table[1:]
-    resumed = open_source(make())
-    resumed.seek(between)
-    torch.set_rng_state(drawn)
-    assert [text(batch) for batch in resumed.epoch(1)] == table
 
 
 @pytest.mark.parametrize("kind", ["batches", "loader"])

@@ -8,11 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from sources import LOADERS, Noisy, committed, seeded, text
+from sources import LOADERS, Noisy, seeded, text
 from torch.utils.data import BatchSampler, DataLoader, SequentialSampler
 
 from trainwright.core.errors import DataError
-from trainwright.core.rng import random_state, set_random_state
 from trainwright.data.opening import open_source
 
 
@@ -50,38 +49,6 @@ def test_a_loader_gives_what_the_plain_loop_gets_and_draws_what_it_draws(name: s
 def test_a_loader_knows_its_rows_where_they_can_be_known(name: str, rows: Any, batch_size: Any) -> None:
     source = open_source(LOADERS[name]())
     assert (source.rows, source.batch_size) == (rows, batch_size)
-
-
-@pytest.mark.parametrize("epoch", [0, 1])
-@pytest.mark.parametrize("name", LOADERS)
-def test_a_loader_goes_on_inside_an_epoch_with_the_random_state_of_its_start(name: str, epoch: int) -> None:
-    seeded()
-    source = open_source(LOADERS[name]())
-    for earlier in range(epoch):
-        list(source.epoch(earlier))
-    start = random_state()
-    iterator = source.epoch(epoch)
-    next(iterator)
-    kept, boundary = committed(source), random_state()
-    rest = [text(batch) for batch in iterator]
-
-    resumed = open_source(LOADERS[name]())
-    resumed.seek(kept)
-    assert resumed.position() == kept
-    set_random_state(start)
-    iterator = resumed.epoch(epoch, skip=1)
-    set_random_state(boundary)
-    assert [text(batch) for batch in iterator] == rest
-
-
-def test_a_loader_resumed_between_epochs_draws_the_next_order() -> None:
-    source = open_source(LOADERS["generator"]())
-    list(source.epoch(0))
-    kept = committed(source)
-    following = [batch[0].tolist() for batch in source.epoch(1)]
-    resumed = open_source(LOADERS["generator"]())
-    resumed.seek(kept)
-    assert [batch[0].tolist() for batch in resumed.epoch(1)] == following
 
 
 def test_a_state_of_a_loader_with_other_generators_is_refused() -> None:

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from passes import Augmented, Globally, alike, loader, rest, resumed, trained
+from passes import Augmented, Globally, loader
 from sharded_sources import Rows, Sized, Stream, rows_of, starts, table
 from sources import committed, generator, seeded
 from torch.utils.data import DataLoader, TensorDataset
@@ -108,6 +108,9 @@ def test_a_batch_counts_as_the_first_loader_does() -> None:
 
 CASES: dict[str, Callable[[], Any]] = {
     "batches": two,
+    "batches and a loader": lambda: together(
+        a=batches(table(20), 5, shuffle=True), b=DataLoader(Augmented(), 8, shuffle=True)
+    ),
     "shortest": lambda: two(length="shortest"),
     "drawn seeds": lambda: together(
         a=batches(table(12), 4, shuffle=True),
@@ -129,13 +132,6 @@ CASES: dict[str, Callable[[], Any]] = {
     "a stream named": lambda: together(a=batches(table(20), 4), b=DataLoader(Stream(20), 4), length="a"),
     "nested": lambda: together(a=two(), b=batches(table(9), 4, shuffle=True)),
 }
-WORKERS: dict[str, Callable[[], Any]] = {
-    "workers": lambda: together(a=loader("shuffle", "2"), b=DataLoader(Augmented(), 7, shuffle=True, num_workers=1)),
-    "persistent": lambda: together(
-        a=loader("shuffle", "1 persistent"),
-        b=DataLoader(Augmented(), 7, shuffle=True, num_workers=2, persistent_workers=True),
-    ),
-}
 
 
 def started(make: Callable[[], Any]) -> Any:
@@ -143,51 +139,6 @@ def started(make: Callable[[], Any]) -> Any:
     source: Any = open_source(make())
     source.must_resume = True
     return source
-
-
-@pytest.mark.sample(5)
-@pytest.mark.parametrize("name", CASES)
-def test_a_resume_goes_on_as_if_never_cut(name: str) -> None:
-    make = CASES[name]
-    length = started(make).length
-    cuts = [(epoch, batch) for epoch in range(3) for batch in range(length + 1)]
-    whole, saved = trained(started(make), cuts)
-    assert trained(started(make), [])[0] == whole
-    for cut in cuts:
-        torch.manual_seed(3), random.seed(3)
-        source = open_source(make())
-        source.must_resume = True
-        assert alike(resumed(source, saved[cut], *cut), rest(whole, *cut)), cut
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:This DataLoader will create 2 worker")
-@pytest.mark.parametrize("name", WORKERS)
-def test_a_resume_goes_on_with_workers(name: str) -> None:
-    make, cuts = WORKERS[name], [(0, 2), (1, 0), (1, 3), (2, 4)]
-    whole, saved = trained(started(make), cuts)
-    for cut in cuts:
-        torch.manual_seed(3), random.seed(3)
-        source = open_source(make())
-        source.must_resume = True
-        assert alike(resumed(source, saved[cut], *cut), rest(whole, *cut)), cut
-
-
-def test_a_window_may_be_given_up_and_begun_again() -> None:
-    """What is saved inside a window is where the window began, in a pass of the other loader that has ended since."""
-    source = started(CASES["loaders"])
-    start, iterator = random_state(), source.epoch(0)
-    begun = list(itertools.islice(iterator, 2))
-    source.commit()
-    now = random_state()
-    ahead = [numbers(one) for one in itertools.islice(iterator, 3)]
-    saved = {"data": source.position(), "start": start, "now": now}
-    again = started(CASES["loaders"])
-    again.seek(saved["data"])
-    set_random_state(start)
-    left = again.epoch(0, skip=len(begun))
-    set_random_state(now)
-    assert [numbers(one) for one in left] == ahead
 
 
 def test_a_state_of_other_loaders_is_refused() -> None:
@@ -233,46 +184,6 @@ def test_a_pass_beside_tells_no_data_set_of_another_epoch(length: str) -> None:
     before = list(told)
     list(source.independent_copy().epoch(0))
     assert told == before != []
-
-
-class Counting:
-    """Batches that know their position."""
-
-    def __init__(self) -> None:
-        self.at = 0
-
-    def __len__(self) -> int:
-        return 6
-
-    def __iter__(self) -> Iterator[Any]:
-        while self.at < 6:
-            self.at += 1
-            yield torch.tensor([self.at])
-        self.at = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"at": self.at}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self.at = state["at"]
-
-
-def test_data_that_know_their_position_go_back_to_where_the_window_began() -> None:
-    def opened() -> Any:
-        source: Any = open_source(together(a=Counting(), b=Counting()))
-        source.must_resume = True
-        return source
-
-    source = opened()
-    iterator = source.epoch(0)
-    for _ in range(2):
-        source.commit()
-        next(iterator)
-    source.commit()
-    expected = numbers(next(iterator))
-    again = opened()
-    again.seek(source.position())
-    assert numbers(next(again.epoch(0, skip=2))) == expected == {"a": [3], "b": [3]}
 
 
 # Several processes.

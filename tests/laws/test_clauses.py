@@ -90,7 +90,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             f"{RESUME}::an_error_leaves_the_buffers_moved",
         ),
         "with dataloader workers": (
-            "data/test_loader_resumes.py::test_a_loader_resumes_with_the_same_rows_and_the_same_augmentation",
+            "data/test_cursor.py::test_a_source_killed_at_any_batch_continues_with_the_undisturbed_order",
             f"{RESUME}::the_workers_random_states_are_forgotten",
         ),
     },
