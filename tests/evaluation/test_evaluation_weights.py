@@ -113,15 +113,6 @@ def test_averaged_weights_are_validated_kept_saved_predicted_and_left(tmp_path):
     assert result.best.value == min(row["val_loss"] for row in result.history)
 
 
-def test_early_stopping_judges_the_averaged_weights():
-    # With a rate that is too large the raw weights get worse at once, and the average still gets better.
-    trainer = made(lr=0.25, early_stopping=EarlyStopping("val_loss", patience=1))
-    result = trainer.fit(train(), val(), epochs=30)
-    losses = [loss_of(plain(epoch, lr=0.25)[1]) for epoch in range(1, result.epochs + 1)]
-    assert [row["val_loss"] for row in result.history] == pytest.approx(losses, rel=1e-4)
-    assert result.best.value == min(row["val_loss"] for row in result.history)
-
-
 @pytest.mark.parametrize("from_file", [False, True])
 def test_the_best_averaged_weights_are_left_and_the_next_fit_trains_the_raw_ones(from_file, tmp_path, capsys):
     early = EarlyStopping("val_loss", patience=2)

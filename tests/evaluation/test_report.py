@@ -9,7 +9,6 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from sklearn.datasets import load_diabetes, load_digits
 from sklearn.metrics import classification_report, confusion_matrix, r2_score
 from torch import nn
 
@@ -382,24 +381,3 @@ def test_a_report_runs_under_the_trainers_precision():
     trainer = Trainer(nn.Linear(3, 3), None, nn.CrossEntropyLoss(), precision="bf16", console=False)
     made = report(trainer, open_source((normal(43, 3), whole(3, 43)), batch_size=5))
     assert made.output.dtype is torch.bfloat16 and made.to_dict()["macro avg"]["support"] == 43
-
-
-def test_trained_on_digits_and_on_diabetes_a_report_says_what_the_model_is_worth(tmp_path):
-    torch.manual_seed(0)
-    x, y = (torch.tensor(part) for part in load_digits(return_X_y=True))
-    x, model = x.float() / 16, nn.Linear(64, 10)
-    trainer = Trainer(model, torch.optim.Adam(model.parameters(), lr=0.02), nn.CrossEntropyLoss(), console=False)
-    trainer.fit((x[:1400], y[:1400]), epochs=8, batch_size=50)
-    made = report(trainer, open_source((x[1400:], y[1400:]), batch_size=64))
-    right = (model(x[1400:]).argmax(1) == y[1400:]).double().mean().item()
-    assert made.to_dict()["accuracy"] == pytest.approx(right, abs=1e-12) and right > 0.85
-    made.plot(tmp_path / "digits.png")
-
-    x, y = (torch.tensor(part, dtype=torch.float32) for part in load_diabetes(return_X_y=True))
-    model = nn.Linear(10, 1)
-    trainer = Trainer(model, torch.optim.Adam(model.parameters(), lr=1.0), nn.MSELoss(), console=False)
-    trainer.fit((20 * x, y[:, None]), epochs=30, batch_size=50)
-    made = report(trainer, open_source((20 * x, y[:, None]), batch_size=64))
-    assert 0.4 < made.to_dict()["R2"] < 0.6
-    made.plot(tmp_path / "diabetes.svg")
-    assert {path.name for path in tmp_path.iterdir()} == {"digits.png", "diabetes.svg"}

@@ -154,10 +154,3 @@ def test_an_empty_dict_is_refused():
 def test_the_header_names_each_set():
     plan = made().plan(train(), val(), epochs=1)
     assert plan.val.startswith("clean: 10 rows") and "; noisy: 7 rows" in plan.val
-
-
-def test_evaluate_takes_a_name():
-    assert set(made(metrics={"accuracy": accuracy}).evaluate(batches(clean, 4), name="test")) == {
-        "test_loss",
-        "test_accuracy",
-    }

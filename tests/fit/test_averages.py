@@ -59,24 +59,6 @@ def test_weights_that_were_loaded_between_two_stages_are_trained():
     assert torch.equal(trainer.first, left)
 
 
-@pytest.mark.sample(6)
-@pytest.mark.parametrize("average", EACH)
-@pytest.mark.parametrize("cut", [4, 7, 13])
-def test_a_run_that_was_stopped_and_resumed_has_the_same_averages_bit_for_bit(average, cut, tmp_path):
-    whole = watched(average, checkpoint=Checkpoint(tmp_path / "whole"))
-    torch.manual_seed(3)
-    whole.fit(*data(), epochs=4)
-    first = watched(average, checkpoint=Checkpoint(tmp_path / "cut"))
-    first.until = cut
-    torch.manual_seed(3)
-    assert first.fit(*data(), epochs=4).stopped == "cut"
-    second = watched(average, checkpoint=Checkpoint(tmp_path / "cut"))
-    second.fit(*data(), epochs=4, resume="auto")
-    pairs = zip(whole.model.state_dict().values(), second.model.state_dict().values(), strict=True)
-    assert all(torch.equal(one, other) for one, other in pairs)
-    assert whole.history[-1] == second.history[-1]
-
-
 def test_a_resume_reports_other_settings_of_the_average(tmp_path):
     first = watched(EMA(0.9), checkpoint=Checkpoint(tmp_path))
     first.fit(*data(), epochs=2)

@@ -69,11 +69,6 @@ def make(cls=Trainer, **settings):
 # Ends.
 
 
-def test_epochs_end_a_run():
-    result = make().fit(pieces(), epochs=2)
-    assert (result.updates, result.epochs, result.stopped) == (12, 2, "epochs=2 reached")
-
-
 @pytest.mark.parametrize(("n", "epochs"), [(4, 0), (6, 1), (9, 1), (12, 2)])
 def test_max_updates_end_a_run_exactly_also_inside_an_epoch(n, epochs):
     told = Told()
@@ -83,30 +78,11 @@ def test_max_updates_end_a_run_exactly_also_inside_an_epoch(n, epochs):
     assert len(result.history) == len(told.of("validate"))
 
 
-def test_the_first_of_two_ends_holds():
-    assert make().fit(pieces(), epochs=1, max_updates=50).updates == 6
-    assert make().fit(pieces(), epochs=50, max_updates=7).updates == 7
-
-
 def test_max_seconds_end_a_run_after_the_update_in_hand():
     result = make().fit(itertools.cycle(pieces()), max_seconds=0.05)
     assert result.stopped == "max_seconds=0.05 reached"
     assert result.updates > 0
     assert 0.05 <= result.seconds < 5
-
-
-@pytest.mark.parametrize("n", [2, 6])
-def test_stop_ends_after_the_update_in_hand_validates_and_saves(n, tmp_path):
-    class Stops(Trainer):
-        def update(self, window):
-            if self.progress.updates + 1 == n:
-                self.stop("enough")
-            return super().update(window)
-
-    told = Told()
-    result = make(Stops, checkpoint=Checkpoint(tmp_path), observers=[told]).fit(pieces(), pieces(1), epochs=3)
-    assert (result.updates, result.stopped) == (n, "enough")
-    assert told.of("validate") == told.of("save") == [n]
 
 
 def test_stop_outside_a_run_is_an_error():
@@ -203,22 +179,6 @@ def test_without_restore_best_the_last_weights_stay(tmp_path):
     result = trainer.fit(pieces(), pieces(1), epochs=9)
     assert (result.epochs, result.weights) == (3, "last")
     assert torch.equal(trainer.model.weight, trainer.weights[18])
-
-
-def test_a_checkpoint_restores_its_best_where_it_is_asked_to(tmp_path):
-    trainer = make(Planned, checkpoint=Checkpoint(tmp_path, best="val_loss", restore_best=True))
-    result = trainer.fit(pieces(), pieces(1), epochs=3)
-    assert result.weights == "best of epoch 2"
-    assert torch.equal(trainer.model.weight, trainer.weights[12])
-
-
-@pytest.mark.parametrize("patience", [1, 2, 3])
-def test_patience_is_exact(patience):
-    class Worse(Planned):
-        planned = (1.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0)
-
-    result = make(Worse, early_stopping=EarlyStopping("val_loss", patience=patience)).fit(pieces(), pieces(1), epochs=7)
-    assert result.epochs == 1 + patience
 
 
 def test_patience_counts_validations_inside_an_epoch_too():
@@ -354,22 +314,3 @@ def test_weights_and_optimizer_state_go_on_in_a_next_stage():
 
 
 # Ends in an error.
-
-
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
-@pytest.mark.parametrize("at", [2, 15])
-def test_a_run_that_ends_in_an_error_says_from_where_it_can_go_on(error, at, tmp_path):
-    class Breaks(Trainer):
-        def after_update(self):
-            if self.progress.updates == at:
-                raise error
-
-    trainer = make(Breaks, checkpoint=Checkpoint(tmp_path))
-    with pytest.raises(error):
-        trainer.fit(pieces(), pieces(1), epochs=4)
-    saved = 'not saved at its end: fit(..., resume="auto") continues from update 12'
-    none = 'nothing is saved: fit(..., resume="auto") starts at the beginning'
-    assert trainer.result.notes == (saved if at == 15 else none,)
-    resume = "auto" if at == 15 else None
-    again = make(checkpoint=Checkpoint(tmp_path)).fit(pieces(), pieces(1), epochs=4, resume=resume)
-    assert again.updates == 24 and again.notes == ()

@@ -124,11 +124,3 @@ def test_a_fit_after_a_finished_one_that_was_resumed_draws_the_same_data(name, t
     script(tmp_path / "cut", DATA[name], fits=1)
     assert script(tmp_path / "cut", DATA[name], fits=2) == whole
     assert len(whole) == 3
-
-
-def test_three_fits_of_the_same_data_go_on_wherever_they_are_cut(tmp_path):
-    for name in ("loader", "batches"):
-        whole = script(tmp_path / name / "whole", DATA[name], fits=3, epochs=2)
-        for cut in (1, 2):
-            script(tmp_path / name / str(cut), DATA[name], fits=cut, epochs=2)
-            assert script(tmp_path / name / str(cut), DATA[name], fits=3, epochs=2) == whole, (name, cut)

@@ -115,23 +115,6 @@ def test_the_traceback_ends_at_the_users_line(place, directory):
     assert error.__cause__ is None and error.__context__ is None
 
 
-def test_a_loss_that_raises_is_saved_too(directory):
-    def make_loss(cut):
-        def loss(output, target):
-            value = functional.cross_entropy(output, target)
-            cut.at("loss")
-            return value
-
-        return loss
-
-    cut = Cut("loss", 7, breaks)
-    broken = go(directory / "a", cut, loss=make_loss(cut), on_error="save")
-    assert type(broken[2]) is BreaksError
-    resumed = go(directory / "a", loss=make_loss(Cut()), on_error="save", resume="auto")
-    usual = go(directory / "b", loss=make_loss(Cut()), on_error="save")
-    check_equal(usual, resumed, told=broken[1].told + resumed[1].told)
-
-
 def test_what_a_loss_counts_in_a_buffer_is_saved_as_before_the_window(directory):
     class Counting(nn.Module):
         def __init__(self, breaks_at=None):
@@ -351,47 +334,3 @@ def test_a_part_that_cannot_be_saved_any_more_does_not_mask_the_error(directory)
 
     _, _, error = go(directory, cls=Grown, on_error="save")
     assert type(error) is BreaksError and "the state at the end could not be saved" in error.__notes__[-1]
-
-
-class Replaces(nn.Linear):
-    """Puts another tensor in the place of its buffer at each call, which scales what it gives."""
-
-    def __init__(self):
-        super().__init__(3, 1)
-        self.register_buffer("calls", torch.zeros(()))
-
-    def forward(self, x):
-        self.calls = self.calls + 1
-        return super().forward(x) * (1 + 0.1 * self.calls)
-
-
-class Third(Trainer):
-    fails = 0
-
-    def training_step(self, batch):
-        self.fails -= 1
-        if self.fails == 0:
-            raise ArithmeticError
-        return super().training_step(batch)
-
-
-def test_a_buffer_that_was_replaced_is_saved_as_before_the_window(directory):
-    rows = [(torch.full((2, 3), float(n)), torch.ones(2, 1)) for n in range(4)]
-
-    def run(fails, checkpoint=None, **settings):
-        torch.manual_seed(0)
-        model = Replaces()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        loss = nn.MSELoss()
-        trainer = Third(model, optimizer, loss, accumulate=2, checkpoint=checkpoint, console=False, **settings)
-        trainer.fails = fails
-        try:
-            trainer.fit(rows, epochs=2, resume="auto" if checkpoint else None)
-        except ArithmeticError:
-            assert fails
-        return model
-
-    run(4, Checkpoint(directory, every=Updates(100)), on_error="save")  # in the second micro-batch of a window
-    resumed, uncut = run(0, Checkpoint(directory, every=Updates(100)), on_error="save"), run(0)
-    assert resumed.calls == uncut.calls == 8
-    assert torch.equal(resumed.weight, uncut.weight)

@@ -108,17 +108,6 @@ def check_equal(one, other):
         assert (a.best.value, a.best.update, a.best.epoch) == (b.best.value, b.best.update, b.best.epoch)
 
 
-@pytest.mark.parametrize("at", [1, 4, 5, 8, 14])
-def test_killed_at_any_update_and_resumed_is_never_killed_with_every_slot_and_noise(at, tmp_path):
-    whole = go(tmp_path / "whole")
-    _, result = go(tmp_path / "cut", at=at)
-    assert result.stopped.startswith("KilledError")
-    assert result.updates + result.skipped == at
-    resumed = go(tmp_path / "cut", resume="auto")
-    check_equal(whole, resumed)
-    assert whole[1].skipped > 0
-
-
 @pytest.mark.parametrize(
     "loader",
     [
@@ -142,11 +131,6 @@ def test_resume_of_an_older_checkpoint_by_its_path(tmp_path):
         tmp_path / "again", resume=str(older), checkpoint=Checkpoint(tmp_path / "again", every=Updates(3), keep=9)
     )
     check_equal((whole[0], whole[1]), again)
-
-
-def test_auto_with_nothing_there_starts(tmp_path):
-    whole = go(tmp_path / "whole")
-    check_equal(whole, go(tmp_path / "other", resume="auto"))
 
 
 def test_a_finished_run_gives_its_result_without_training(tmp_path):

@@ -42,38 +42,6 @@ class Carries(Trainer):
         return self.loss(output, batch[1])
 
 
-@pytest.mark.parametrize("dies", [1, 4, 5])
-def test_state_goes_on_where_it_was_saved(dies, tmp_path):
-    def run(directory, dies=None):
-        trainer = made(Carries, checkpoint=Checkpoint(directory, every=Updates(1)))
-        trainer.dies = dies
-        trainer.fit(batches((x, y), 4), epochs=3, resume="auto")
-        return trainer
-
-    whole = run(tmp_path / "whole")
-    with pytest.raises(ZeroDivisionError):
-        run(tmp_path / "cut", dies)
-    cut = run(tmp_path / "cut")
-    assert torch.equal(whole.state["h"], cut.state["h"]) and cut.state["n"] == whole.state["n"] == 9
-    assert cut.state["inner"] == whole.state["inner"] == {"list": [10.5, (True, None)], 7: b"x"}
-    assert torch.equal(whole.model.weight, cut.model.weight)
-
-
-def test_state_is_put_back_where_an_update_is_skipped():
-    seen = []
-
-    class Sees(Carries):
-        def training_step(self, batch):
-            seen.append((self.state["n"], self.state["h"].clone(), self.state["inner"]["list"][0]))
-            return super().training_step(batch)
-
-    data = [(x[:4], y[:4]), (x[4:8] / 0, y[4:8]), (x[8:], y[8:])]
-    trainer = made(Sees, on_nonfinite="skip")
-    assert trainer.fit(data, epochs=1).skipped == 1
-    assert seen[1][0] == seen[2][0] == 1 and torch.equal(seen[1][1], seen[2][1]) and seen[1][2] == seen[2][2]
-    assert trainer.state["n"] == 2 and trainer.state["h"].isfinite().all()
-
-
 def test_evaluation_and_probes_work_on_a_copy_of_the_state():
     class Validates(Carries):
         def validation_step(self, batch):

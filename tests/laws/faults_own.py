@@ -131,10 +131,6 @@ def trials_are_never_judged(patch):
     patch.setattr(manual_optimization, "_all_finite", lambda weights: True)
 
 
-def a_bad_step_is_applied(patch):
-    without(patch, finite_check, "apply_policy", True)
-
-
 def state_stays_as_a_bad_window_left_it(patch):
     without(patch, UserState, "restore")
 
@@ -152,10 +148,6 @@ def the_error_names_the_update_before(patch):
 
 
 # Several optimizers.
-
-
-def minimize_zeroes_nothing(patch):
-    without(patch, Gradients, "zero")
 
 
 def minimize_applies_to_all(patch):

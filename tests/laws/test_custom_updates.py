@@ -30,37 +30,6 @@ HUGE = 2.0**126
 """A loss scale under which a gradient of the critic overflows float32 where one of the generator does not."""
 
 
-def check_scale():
-    """The scale adapts once per update to all of its steps; one that overflows is held back alone: as in torch."""
-    theirs, ours = pairs(dtype=torch.float32)
-    data = [30 * batch for batch in points(dtype=torch.float32)]
-    precision = Scaled(HUGE)
-    scaler = torch.amp.GradScaler("cpu", init_scale=HUGE, growth_interval=4)
-    torch.manual_seed(3)
-    scales, held = [], []
-    for real in data * 4:
-        before = [optimizer.state_dict()["state"].get(0, {}).get("step", 0) for optimizer in theirs[1].values()]
-        before = [int(step) for step in before]
-        gan_by_hand(*theirs, [real], scaler=scaler)
-        after = [int(one.state_dict()["state"].get(0, {}).get("step", 0)) for one in theirs[1].values()]
-        held.append([then == now for then, now in zip(before, after, strict=True)])
-        scales.append(scaler.get_scale())
-    torch.manual_seed(3)
-    seen = []
-
-    class Own(GAN):
-        def update(self, window):
-            seen.append(precision.scalers[-1].value)
-            super().update(window)
-
-    _, result, updates = run(Own, ours, data, epochs=4, precision=precision)
-    assert_pairs(ours, theirs)
-    assert [*seen[1:], precision.scalers[-1].value] == scales
-    assert [update.skipped for update in updates] == [all(one) for one in held]
-    assert result.skipped == sum(all(one) for one in held) and result.updates + result.skipped == len(held)
-    assert any(one[0] != one[1] for one in held)
-
-
 class Written(Trainer):
     """A backward of one's own, and the library's step."""
 
@@ -99,13 +68,6 @@ def refused(trainer, pair, data, text):
     return before
 
 
-def check_written_refused():
-    """Under a loss scale a hand-written backward is refused, by the line to write in its place."""
-    _, ours = twins()
-    before = refused(Written, ours, numbers(), r"self\.minimize\(loss\), or self\.compute_gradients\(window\)")
-    assert_equal(dict(ours[0].state_dict()), before)
-
-
 class HalfWritten(Trainer):
     """The critic by `minimize`, the generator by hand."""
 
@@ -116,13 +78,6 @@ class HalfWritten(Trainer):
         self.optimizers["G"].zero_grad()
         generator_loss(self.model, fake).backward()
         self.apply_gradients("G")
-
-
-def check_half_written_refused():
-    """It is refused beside a `minimize` that was scaled, too: the weights of its optimizer have not moved."""
-    _, ours = pairs()
-    before = refused(HalfWritten, ours, points(), "backward\\(\\) of your own")
-    assert_equal(dict(ours[0].G.state_dict()), {k[2:]: v for k, v in before.items() if k.startswith("G.")})
 
 
 class Steps(Trainer):
@@ -145,7 +100,58 @@ class StepsAlone(Trainer):
         return loss
 
 
-def check_steps(trainer):
+def test_the_scale_adapts_once_per_update_and_an_overflow_holds_back_its_own_step():
+    """The scale adapts once per update to all of its steps; one that overflows is held back alone: as in torch."""
+    theirs, ours = pairs(dtype=torch.float32)
+    data = [30 * batch for batch in points(dtype=torch.float32)]
+    precision = Scaled(HUGE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=HUGE, growth_interval=4)
+    torch.manual_seed(3)
+    scales, held = [], []
+    for real in data * 4:
+        before = [optimizer.state_dict()["state"].get(0, {}).get("step", 0) for optimizer in theirs[1].values()]
+        before = [int(step) for step in before]
+        gan_by_hand(*theirs, [real], scaler=scaler)
+        after = [int(one.state_dict()["state"].get(0, {}).get("step", 0)) for one in theirs[1].values()]
+        held.append([then == now for then, now in zip(before, after, strict=True)])
+        scales.append(scaler.get_scale())
+    torch.manual_seed(3)
+    seen = []
+
+    class Own(GAN):
+        def update(self, window):
+            seen.append(precision.scalers[-1].value)
+            super().update(window)
+
+    _, result, updates = run(Own, ours, data, epochs=4, precision=precision)
+    assert_pairs(ours, theirs)
+    assert [*seen[1:], precision.scalers[-1].value] == scales
+    assert [update.skipped for update in updates] == [all(one) for one in held]
+    assert result.skipped == sum(all(one) for one in held) and result.updates + result.skipped == len(held)
+    assert any(one[0] != one[1] for one in held)
+
+
+@pytest.mark.parametrize("clip", [None, 0.1])
+def test_a_hand_written_backward_is_the_plain_loop(clip):
+    check_written(clip)
+
+
+def test_a_hand_written_backward_is_refused_under_a_loss_scale():
+    """Under a loss scale a hand-written backward is refused, by the line to write in its place."""
+    _, ours = twins()
+    before = refused(Written, ours, numbers(), r"self\.minimize\(loss\), or self\.compute_gradients\(window\)")
+    assert_equal(dict(ours[0].state_dict()), before)
+
+
+def test_a_hand_written_backward_beside_minimize_is_refused_under_a_loss_scale():
+    """It is refused beside a `minimize` that was scaled, too: the weights of its optimizer have not moved."""
+    _, ours = pairs()
+    before = refused(HalfWritten, ours, points(), "backward\\(\\) of your own")
+    assert_equal(dict(ours[0].G.state_dict()), {k[2:]: v for k, v in before.items() if k.startswith("G.")})
+
+
+@pytest.mark.parametrize("trainer", [Steps, StepsAlone])
+def test_a_step_by_hand_is_the_plain_loops_and_is_counted(trainer):
     """A step by hand is the plain loop's, and it is counted, once per update."""
     theirs, ours = shared()
     losses, _ = shared_by_hand(*theirs, F.mse_loss, numbers() * 8)
@@ -155,7 +161,7 @@ def check_steps(trainer):
     assert (result.updates, result.skipped) == (len(losses), 0)
 
 
-def check_step_beside_held_back():
+def test_a_step_by_hand_beside_one_that_is_held_back_is_an_update():
     """An update in which a step by hand was made counts, although the other optimizer was held back."""
     _, ours = pairs()
 
@@ -172,37 +178,7 @@ def check_step_beside_held_back():
     assert (result.updates, result.skipped) == (7, 0) and not any(update.skipped for update in updates)
 
 
-def check_unjudged_step_refused():
+def test_a_step_by_hand_is_refused_under_a_loss_scale():
     """Under a loss scale a step by hand is refused: nobody has looked whether its gradient overflowed."""
     _, ours = shared()
     refused(StepsAlone, ours, numbers(), r"step\(\) of your own(.|\n)*apply_gradients")
-
-
-def test_the_scale_adapts_once_per_update_and_an_overflow_holds_back_its_own_step():
-    check_scale()
-
-
-@pytest.mark.parametrize("clip", [None, 0.1])
-def test_a_hand_written_backward_is_the_plain_loop(clip):
-    check_written(clip)
-
-
-def test_a_hand_written_backward_is_refused_under_a_loss_scale():
-    check_written_refused()
-
-
-def test_a_hand_written_backward_beside_minimize_is_refused_under_a_loss_scale():
-    check_half_written_refused()
-
-
-@pytest.mark.parametrize("trainer", [Steps, StepsAlone])
-def test_a_step_by_hand_is_the_plain_loops_and_is_counted(trainer):
-    check_steps(trainer)
-
-
-def test_a_step_by_hand_beside_one_that_is_held_back_is_an_update():
-    check_step_beside_held_back()
-
-
-def test_a_step_by_hand_is_refused_under_a_loss_scale():
-    check_unjudged_step_refused()

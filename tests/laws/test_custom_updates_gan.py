@@ -64,25 +64,6 @@ def check_gan(k=1, *, precision=None):
     assert any(told["norm"] > 0.3 for told in by_hand)
 
 
-def check_gan_history(k=3):
-    """The epoch's losses of each optimizer are means over all rows; `loss` is their sum; rates are told by name."""
-    theirs, ours = pairs()
-    data = points()
-    torch.manual_seed(3)
-    by_hand = gan_by_hand(*theirs, joined_rows(data, k))
-    torch.manual_seed(3)
-    _, result, _ = run(GAN, ours, data, accumulate=k)
-    rows = [len(group) for group in joined_rows(data, k)]
-    means = {
-        name: sum(told[name] * n for told, n in zip(by_hand, rows, strict=True)) / sum(rows) for name in ("D", "G")
-    }
-    (row,) = result.history
-    assert row["loss_D"] == pytest.approx(means["D"], rel=1e-14)
-    assert row["loss_G"] == pytest.approx(means["G"], rel=1e-14)
-    assert row["loss"] == pytest.approx(means["D"] + means["G"], rel=1e-14)
-    assert (row["lr_G"], row["lr_D"], "lr" in row) == (0.02, 0.01, False)
-
-
 class Wasserstein(Trainer):
     """WGAN-GP: five critic steps with a gradient penalty, then one of the generator."""
 
@@ -241,7 +222,51 @@ class Counted(Trainer):
         self.minimize(generator_loss(self.model, fake), "G")
 
 
-def check_bad_gan(policy):
+@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_gan_is_its_plain_loop_with_schedules_and_a_clip_of_its_own(k, precision):
+    check_gan(k, precision=precision)
+
+
+def test_the_losses_of_each_optimizer_are_told_as_means_over_all_rows(k=3):
+    """The epoch's losses of each optimizer are means over all rows; `loss` is their sum; rates are told by name."""
+    theirs, ours = pairs()
+    data = points()
+    torch.manual_seed(3)
+    by_hand = gan_by_hand(*theirs, joined_rows(data, k))
+    torch.manual_seed(3)
+    _, result, _ = run(GAN, ours, data, accumulate=k)
+    rows = [len(group) for group in joined_rows(data, k)]
+    means = {
+        name: sum(told[name] * n for told, n in zip(by_hand, rows, strict=True)) / sum(rows) for name in ("D", "G")
+    }
+    (row,) = result.history
+    assert row["loss_D"] == pytest.approx(means["D"], rel=1e-14)
+    assert row["loss_G"] == pytest.approx(means["G"], rel=1e-14)
+    assert row["loss"] == pytest.approx(means["D"] + means["G"], rel=1e-14)
+    assert (row["lr_G"], row["lr_D"], "lr" in row) == (0.02, 0.01, False)
+
+
+@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
+@pytest.mark.parametrize("k", [1, 3])
+def test_a_gradient_penalty_and_five_critic_steps_are_the_plain_loops(k, precision):
+    check_wasserstein(k, precision)
+
+
+@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
+@pytest.mark.parametrize("trainer", [Trainer, Each])
+@pytest.mark.parametrize("k", [1, 3])
+def test_two_optimizers_of_one_loss_are_the_plain_loops_two_steps(trainer, k, precision):
+    check_shared(trainer, k, precision)
+
+
+@pytest.mark.parametrize("k", [1, 3])
+def test_named_losses_in_an_update_of_ones_own_are_weighed_and_told_exactly(k):
+    check_named(k)
+
+
+@pytest.mark.parametrize("policy", ["raise", "skip"])
+def test_a_bad_window_of_a_gan_changes_no_weight(policy):
     """A bad window: neither optimizer steps, and where it is left out the state and the statistics are put back."""
     theirs, ours = pairs(norm=True)
     data = points((4, 3, 6, 2, 3, 5, 2))
@@ -263,7 +288,8 @@ def check_bad_gan(policy):
     assert_pairs(ours, theirs)
 
 
-def check_held_back(bad):
+@pytest.mark.parametrize("bad", ["D", "G"])
+def test_an_optimizer_with_a_bad_loss_is_held_back_alone(bad):
     """One optimizer whose loss is bad is held back alone; the other's step makes the window an update."""
     theirs, ours = pairs()
     data, torn = points(), 2
@@ -291,41 +317,3 @@ def check_held_back(bad):
     assert_pairs(ours, theirs)
     assert (result.updates, result.skipped, len(updates)) == (len(data), 0, len(data))
     assert updates[torn].values[f"loss_{bad}"] != updates[torn].values[f"loss_{bad}"] and not updates[torn].skipped
-
-
-@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_gan_is_its_plain_loop_with_schedules_and_a_clip_of_its_own(k, precision):
-    check_gan(k, precision=precision)
-
-
-def test_the_losses_of_each_optimizer_are_told_as_means_over_all_rows():
-    check_gan_history()
-
-
-@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_gradient_penalty_and_five_critic_steps_are_the_plain_loops(k, precision):
-    check_wasserstein(k, precision)
-
-
-@pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
-@pytest.mark.parametrize("trainer", [Trainer, Each])
-@pytest.mark.parametrize("k", [1, 3])
-def test_two_optimizers_of_one_loss_are_the_plain_loops_two_steps(trainer, k, precision):
-    check_shared(trainer, k, precision)
-
-
-@pytest.mark.parametrize("k", [1, 3])
-def test_named_losses_in_an_update_of_ones_own_are_weighed_and_told_exactly(k):
-    check_named(k)
-
-
-@pytest.mark.parametrize("policy", ["raise", "skip"])
-def test_a_bad_window_of_a_gan_changes_no_weight(policy):
-    check_bad_gan(policy)
-
-
-@pytest.mark.parametrize("bad", ["D", "G"])
-def test_an_optimizer_with_a_bad_loss_is_held_back_alone(bad):
-    check_held_back(bad)

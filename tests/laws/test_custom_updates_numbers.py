@@ -102,70 +102,12 @@ class ByHand(Trainer):
         self.apply_gradients()
 
 
-def check_step_called(trainer, k=3):
-    """The default step called in an update gives the plain mean of its batch, whatever window that lies in."""
-    theirs, ours = twins()
-    data = numbers()
-    for start in range(0, len(data), k):
-        window = data[start : start + k]
-        for group in [window] if trainer is ByHand else [[batch] for batch in window]:
-            theirs[1].zero_grad()
-            for x, y in group:
-                (F.mse_loss(theirs[0](x), y) / len(group)).backward()
-            theirs[1].step()
-    _, result, _ = run(trainer, ours, data, accumulate=k, loss=nn.MSELoss())
-    assert result.updates == len(range(0, len(data), k))
-    assert_equal(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
-
-
-def check_metrics_of_each_batch(k=3):
-    """A metric that gives a mean is weighed by the rows of the batch that was minimized, not by the window's."""
-
-    def hits(output, target):
-        return (output.argmax(1) == target).double().mean()
-
-    theirs, ours = twins()
-    right = rows = 0
-    for x, y in classes():
-        output = theirs[0](x)
-        theirs[1].zero_grad()
-        F.cross_entropy(output, y).backward()
-        theirs[1].step()
-        right, rows = right + int((output.argmax(1) == y).sum()), rows + len(y)
-    _, result, _ = run(EachBatch, ours, classes(), accumulate=k, loss=nn.CrossEntropyLoss(), metrics={"hits": hits})
-    assert result.history[0]["hits"] == pytest.approx(right / rows, rel=1e-14)
-
-
 class Unfed(Trainer):
     """Minimizes a bare loss."""
 
     def update(self, window):
         ((x, y),) = window
         self.minimize(F.cross_entropy(self.model(x), y))
-
-
-def check_unfed_is_refused():
-    """Metrics that no update ever feeds are refused by name, where no validation feeds them."""
-    _, ours = twins()
-    with pytest.raises(
-        SettingError, match=r"metric 'accuracy' is never fed(.|\n)*minimize\(StepOutput\(loss, output, target\)\)"
-    ):
-        run(Unfed, ours, classes(), metrics={"accuracy": accuracy})
-
-
-def check_log_between_steps():
-    """A number logged before each of several steps of one update is told as the mean of all, not as the last."""
-
-    class Own(GAN):
-        def update(self, window):
-            for step in range(3):
-                self.log("step", float(step))
-                super().update(window)
-
-    _, ours = pairs()
-    _, result, updates = run(Own, ours, points())
-    assert [update.values["step"] for update in updates] == [1.0] * 7
-    assert result.history[0]["step"] == 1.0
 
 
 def check_after_update(precision=None):
@@ -198,23 +140,6 @@ class Wants(Observer):
     wants = frozenset({"grad_norm"})
 
 
-def check_wanted_norms():
-    """An observer that wants norms gets that of each named optimizer, where nothing is clipped."""
-    theirs, ours = pairs()
-    torch.manual_seed(3)
-    told = gan_by_hand(*theirs, points(), clip=1e9)
-    torch.manual_seed(3)
-    seen = []
-
-    class Norms(Wants):
-        def on_update(self, update):
-            seen.append(update.values.get("grad_norm_D"))
-            assert update.grad_norm == update.values.get("grad_norm_G")
-
-    GAN(*ours, console=False, observers=[Norms()]).fit(points(), epochs=1)
-    assert seen == [one["norm"] for one in told]
-
-
 COUNTS = {
     "a tensor": (lambda o, y, n: F.mse_loss(o, y), lambda o, y, n: (F.mse_loss(o, y) * len(y), len(y))),
     "a mean": (lambda o, y, n: MeanLoss(F.mse_loss(o, y), n), lambda o, y, n: (F.mse_loss(o, y) * n, n)),
@@ -238,20 +163,62 @@ def test_a_minimized_loss_is_told_by_its_own_count(form):
 
 
 @pytest.mark.parametrize("trainer", [EachBatch, ByHand])
-def test_a_step_that_an_update_calls_gives_the_plain_mean_of_its_batch(trainer):
-    check_step_called(trainer)
+def test_a_step_that_an_update_calls_gives_the_plain_mean_of_its_batch(trainer, k=3):
+    """The default step called in an update gives the plain mean of its batch, whatever window that lies in."""
+    theirs, ours = twins()
+    data = numbers()
+    for start in range(0, len(data), k):
+        window = data[start : start + k]
+        for group in [window] if trainer is ByHand else [[batch] for batch in window]:
+            theirs[1].zero_grad()
+            for x, y in group:
+                (F.mse_loss(theirs[0](x), y) / len(group)).backward()
+            theirs[1].step()
+    _, result, _ = run(trainer, ours, data, accumulate=k, loss=nn.MSELoss())
+    assert result.updates == len(range(0, len(data), k))
+    assert_equal(dict(ours[0].state_dict()), dict(theirs[0].state_dict()))
 
 
-def test_a_metric_is_weighed_by_the_rows_of_what_was_minimized():
-    check_metrics_of_each_batch()
+def test_a_metric_is_weighed_by_the_rows_of_what_was_minimized(k=3):
+    """A metric that gives a mean is weighed by the rows of the batch that was minimized, not by the window's."""
+
+    def hits(output, target):
+        return (output.argmax(1) == target).double().mean()
+
+    theirs, ours = twins()
+    right = rows = 0
+    for x, y in classes():
+        output = theirs[0](x)
+        theirs[1].zero_grad()
+        F.cross_entropy(output, y).backward()
+        theirs[1].step()
+        right, rows = right + int((output.argmax(1) == y).sum()), rows + len(y)
+    _, result, _ = run(EachBatch, ours, classes(), accumulate=k, loss=nn.CrossEntropyLoss(), metrics={"hits": hits})
+    assert result.history[0]["hits"] == pytest.approx(right / rows, rel=1e-14)
 
 
 def test_metrics_that_no_update_feeds_are_refused():
-    check_unfed_is_refused()
+    """Metrics that no update ever feeds are refused by name, where no validation feeds them."""
+    _, ours = twins()
+    with pytest.raises(
+        SettingError, match=r"metric 'accuracy' is never fed(.|\n)*minimize\(StepOutput\(loss, output, target\)\)"
+    ):
+        run(Unfed, ours, classes(), metrics={"accuracy": accuracy})
 
 
 def test_a_number_logged_before_each_of_several_steps_is_told_as_their_mean():
-    check_log_between_steps()
+    """A number logged before each of several steps of one update is told as the mean of all, not as the last."""
+
+    class Own(GAN):
+        def update(self, window):
+            for step in range(3):
+                self.log("step", float(step))
+                super().update(window)
+
+    _, ours = pairs()
+    _, result, updates = run(Own, ours, points())
+    assert [update.values["step"] for update in updates] == [1.0] * 7
+    assert result.history[0]["step"] == 1.0
 
 
 @pytest.mark.parametrize("precision", [None, Scaled()], ids=["plain", "scaled"])
@@ -260,4 +227,17 @@ def test_after_update_sees_the_gradients_that_moved_the_weights(precision):
 
 
 def test_norms_are_told_of_each_optimizer_where_an_observer_wants_them():
-    check_wanted_norms()
+    """An observer that wants norms gets that of each named optimizer, where nothing is clipped."""
+    theirs, ours = pairs()
+    torch.manual_seed(3)
+    told = gan_by_hand(*theirs, points(), clip=1e9)
+    torch.manual_seed(3)
+    seen = []
+
+    class Norms(Wants):
+        def on_update(self, update):
+            seen.append(update.values.get("grad_norm_D"))
+            assert update.grad_norm == update.values.get("grad_norm_G")
+
+    GAN(*ours, console=False, observers=[Norms()]).fit(points(), epochs=1)
+    assert seen == [one["norm"] for one in told]

@@ -65,7 +65,24 @@ class Cast(Trainer):
         self.minimize(loss, "G")
 
 
-def check_cast():
+def test_a_gan_resumes_in_the_middle():
+    """A GAN with two optimizers, their schedules, a clip and a loss scale."""
+    schedule = {"G": OneCycle(max_lr=0.05), "D": StepLR(Updates(5), gamma=0.5)}
+    settings = {"schedule": schedule, "clip": {"D": 0.3}, "precision": Scaled(2.0**40)}
+    check_resume(GAN, lambda: pairs(norm=False)[0], points(), **settings)
+
+
+def test_sam_resumes_in_the_middle():
+    settings = {"schedule": OneCycle(max_lr=0.05), "loss": nn.CrossEntropyLoss()}
+    check_resume(Sharp, lambda: sharp_twins("adamw")[0], drawn(), **settings)
+
+
+@pytest.mark.parametrize("search", ["plain", "strong_wolfe"])
+def test_lbfgs_resumes_in_the_middle(search):
+    check_resume(Closed, lambda: closed_twins(search)[0], drawn(), loss=nn.CrossEntropyLoss())
+
+
+def test_autocast_in_an_update_is_that_of_the_precision():
     """`autocast()` in an update of one's own is torch's of the precision."""
     theirs, ours = pairs(dtype=torch.float32)
     data = points(dtype=torch.float32)
@@ -88,7 +105,7 @@ def check_cast():
     assert_equal(dict(ours[0].state_dict()), dict(model.state_dict()))
 
 
-def check_average():
+def test_an_average_is_taken_once_per_update_of_several_steps():
     """An average is taken once per update, however many steps are in it."""
     _, ours = pairs()
     held = []
@@ -104,32 +121,3 @@ def check_average():
     assert len(held) == 7
     for name, value in ours[0].state_dict().items():
         torch.testing.assert_close(value, mean[name], rtol=1e-12, atol=0)
-
-
-def check_gan_resumes():
-    """A GAN with two optimizers, their schedules, a clip and a loss scale."""
-    schedule = {"G": OneCycle(max_lr=0.05), "D": StepLR(Updates(5), gamma=0.5)}
-    settings = {"schedule": schedule, "clip": {"D": 0.3}, "precision": Scaled(2.0**40)}
-    check_resume(GAN, lambda: pairs(norm=False)[0], points(), **settings)
-
-
-def test_a_gan_resumes_in_the_middle():
-    check_gan_resumes()
-
-
-def test_sam_resumes_in_the_middle():
-    settings = {"schedule": OneCycle(max_lr=0.05), "loss": nn.CrossEntropyLoss()}
-    check_resume(Sharp, lambda: sharp_twins("adamw")[0], drawn(), **settings)
-
-
-@pytest.mark.parametrize("search", ["plain", "strong_wolfe"])
-def test_lbfgs_resumes_in_the_middle(search):
-    check_resume(Closed, lambda: closed_twins(search)[0], drawn(), loss=nn.CrossEntropyLoss())
-
-
-def test_autocast_in_an_update_is_that_of_the_precision():
-    check_cast()
-
-
-def test_an_average_is_taken_once_per_update_of_several_steps():
-    check_average()

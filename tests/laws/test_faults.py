@@ -14,13 +14,15 @@ from .window_cases import UNEVEN
 
 pytestmark = pytest.mark.slow
 
-ONE_MEAN = partial(test_window_update.check_update_hook, "a mean")
+ONCE = test_window_update.test_clip_schedule_scaler_and_clock_act_once_per_update
+BY_EPOCH = test_window_cuts.test_accumulation_by_epoch_cuts_each_epoch_anew
+ONE_MEAN = partial(test_window_update.test_an_overridden_update_finds_the_windows_own_gradient_and_loss, "a mean")
 SQUARES = partial(test_window.check_known, UNEVEN, "squares")
 
 SEEN_BY = {
     faults.draws_from_the_global_rng: test_plain.check_loop,
     faults.draws_before_the_loader: test_plain.check_loader,
-    faults.evaluation_moves_the_rng: test_plain_evaluation.check_drawing_validation,
+    faults.evaluation_moves_the_rng: test_plain_evaluation.test_what_a_validation_draws_does_not_move_the_training,
     faults.evaluation_leaves_eval_mode_behind: partial(test_plain_evaluation.check_validation, Updates(4)),
     faults.evaluation_in_train_mode: partial(test_plain_evaluation.check_evaluate, "cnn"),
     faults.evaluation_wakes_what_was_in_eval_mode: test_plain_evaluation.check_evaluate,
@@ -28,13 +30,16 @@ SEEN_BY = {
     faults.gradients_are_never_zeroed: test_plain.check_loop,
     faults.autocast_is_forgotten: partial(test_plain.check_loop, precision="bf16"),
     faults.clipping_is_forgotten: test_plain.check_clip,
-    faults.unscales_after_clipping: (partial(test_plain.check_fp16, 0.5), test_window_update.check_once_per_update),
+    faults.unscales_after_clipping: (
+        partial(test_plain.check_fp16, 0.5),
+        ONCE,
+    ),
     faults.applies_an_overflow: test_plain.check_fp16,
     faults.counts_a_skipped_update: test_plain.check_fp16,
     faults.scale_is_never_adapted: test_plain.check_fp16,
     faults.an_overflow_puts_statistics_back: partial(test_plain.check_fp16, kind="cnn"),
-    faults.each_epoch_sets_train_mode: test_plain.check_frozen_norm,
-    faults.rates_are_one_update_late: test_plain.check_step_lr,
+    faults.each_epoch_sets_train_mode: test_plain.test_a_frozen_batchnorm_stays_in_eval_mode,
+    faults.rates_are_one_update_late: test_plain.test_a_rate_per_epoch_is_torchs,
     faults.a_sum_is_divided_by_its_rows: test_plain.check_sum,
     faults.a_mean_is_made_of_a_sum: test_plain.check_loop,
     faults.sparse_rows_are_added_up_first: test_plain.check_sparse,
@@ -42,22 +47,24 @@ SEEN_BY = {
     faults.sees_the_first_group_only: test_plain.check_groups,
     faults.divides_by_the_configured_number: SQUARES,
     faults.takes_the_mean_of_means: SQUARES,
-    faults.weighs_the_last_backward_more: test_window_update.check_equal_weights,
-    faults.divides_a_plain_sum: test_window.check_plain_sum,
-    faults.drops_the_short_window: (SQUARES, test_window_cuts.check_by_epoch),
-    faults.windows_run_across_epochs: (SQUARES, test_window_cuts.check_by_epoch),
+    faults.weighs_the_last_backward_more: test_window_update.test_no_backward_of_a_window_weighs_more_than_another,
+    faults.divides_a_plain_sum: test_window.test_a_sum_is_summed_over_the_window,
+    faults.drops_the_short_window: (SQUARES, BY_EPOCH),
+    faults.windows_run_across_epochs: (SQUARES, BY_EPOCH),
     faults.reads_one_window_ahead: test_window_cuts.check_on_policy,
-    faults.accumulates_as_in_epoch_0: test_window_cuts.check_by_epoch,
-    faults.zeroes_after_the_step_only: test_window_update.check_stale,
+    faults.accumulates_as_in_epoch_0: BY_EPOCH,
+    faults.zeroes_after_the_step_only: test_window_update.test_gradients_left_over_from_before_never_enter,
     faults.clips_each_micro_batch: partial(test_window.check_known, replace(UNEVEN, clip=0.05), "squares"),
     faults.counts_ignored_targets: partial(test_window.check_known, UNEVEN, "ignored"),
     faults.forgets_class_weights: partial(test_window.check_known, UNEVEN, "weights"),
-    faults.the_clock_counts_micro_batches: test_window_update.check_once_per_update,
-    faults.the_scaler_adapts_at_each_micro_batch: test_window_update.check_once_per_update,
+    faults.the_clock_counts_micro_batches: ONCE,
+    faults.the_scaler_adapts_at_each_micro_batch: ONCE,
     faults.the_missing_factor_is_forgotten: partial(test_window.check_returned, UNEVEN, "a mean"),
     faults.the_missing_factor_waits_for_the_step: ONE_MEAN,
     faults.returns_the_loss_before_it_is_weighed: ONE_MEAN,
-    faults.adds_the_nan_of_a_mean_over_nothing: partial(test_window_update.check_update_hook, "a mean by torch"),
+    faults.adds_the_nan_of_a_mean_over_nothing: partial(
+        test_window_update.test_an_overridden_update_finds_the_windows_own_gradient_and_loss, "a mean by torch"
+    ),
     faults.divides_whole_numbers_in_float32: partial(test_window.check_returned, UNEVEN, "a mean over a tensor"),
     faults.divides_in_half_precision: partial(test_window.check_float32, UNEVEN, test_window.rows_loss, "numbers"),
     faults.a_known_loss_outvotes_the_step: partial(test_window.check_own_count_wins, UNEVEN),

@@ -136,7 +136,7 @@ def test_generators_and_optimizer_are_where_the_plain_loop_leaves_them(what):
     check_generators(what)
 
 
-def check_evaluation_before():
+def test_an_evaluation_before_the_fit_decides_nothing_of_it():
     """An evaluation of unseeded training data before the `fit` decides nothing of it."""
     ends = []
     for evaluates in (False, True):
@@ -149,10 +149,6 @@ def check_evaluation_before():
         trainer.fit(data, data if evaluates else None, epochs=EPOCHS)
         ends.append((model.state_dict(), generators()))
     assert equal(*ends)
-
-
-def test_an_evaluation_before_the_fit_decides_nothing_of_it():
-    check_evaluation_before()
 
 
 # Two trainers, side by side and one inside a hook of another.

@@ -43,7 +43,7 @@ SEEN_BY = {getattr(faults, name): END for name in vars(faults) if name.startswit
     faults.a_refused_fit_is_forgotten: partial(test_guest_refused.check_refused_next_fit, EMA(0.9)),
     faults.a_refused_fit_takes_the_rates: test_guest_refused.check_refused_next_fit,
     faults.a_pass_settles_the_seed: (
-        test_guest_beside.check_evaluation_before,
+        test_guest_beside.test_an_evaluation_before_the_fit_decides_nothing_of_it,
         LOADER,
         partial(contract.check_run, "accumulate", BEFORE, data=ours),
     ),
@@ -70,7 +70,7 @@ SEEN_BY = {getattr(faults, name): END for name in vars(faults) if name.startswit
     faults.a_pass_adapts_the_scale: partial(contract.check_run, "fp16", "after_update"),
     faults.a_pass_counts_its_rows: partial(contract.check_run, "accumulate", "after_update"),
     faults.a_plan_sets_the_rates: partial(contract.check_run, "accumulate", BETWEEN),
-    faults.a_probe_is_a_callback: contract.check_probe,
+    faults.a_probe_is_a_callback: contract.test_a_probe_that_takes_no_care_changes_nothing,
     faults.a_pass_takes_over_the_workers: partial(contract.check_workers, Updates(1)),
 }
 SOUND: set[str] = set()

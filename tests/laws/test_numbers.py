@@ -30,7 +30,8 @@ def fixed(losses, counts, cls=Fixed, **settings):
     return trainer(cls=cls, **settings), data
 
 
-def check_training_loss_is_the_mean_over_rows(accumulate):
+@pytest.mark.parametrize("accumulate", [1, 2, 3])
+def test_training_loss_is_the_mean_over_rows_and_never_divided_by_accumulate(accumulate):
     x, y = rows_of_data()
     model, lossf = linear(), nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -55,12 +56,7 @@ def check_training_loss_is_the_mean_over_rows(accumulate):
         assert [update.loss for update in seen.updates] == by_update
 
 
-@pytest.mark.parametrize("accumulate", [1, 2, 3])
-def test_training_loss_is_the_mean_over_rows_and_never_divided_by_accumulate(accumulate):
-    check_training_loss_is_the_mean_over_rows(accumulate)
-
-
-def check_validation_loss_is_the_mean_over_rows():
+def test_validation_loss_is_the_mean_over_rows_for_an_uneven_last_batch():
     x, y = rows_of_data()
     model = linear()
     numbers = trainer(model).evaluate(cut(x, y, UNEVEN))
@@ -68,11 +64,8 @@ def check_validation_loss_is_the_mean_over_rows():
         close(numbers["val_loss"], F.cross_entropy(model(x).double(), y).item())
 
 
-def test_validation_loss_is_the_mean_over_rows_for_an_uneven_last_batch():
-    check_validation_loss_is_the_mean_over_rows()
-
-
-def check_elements_weigh_a_loss_over_elements(accumulate):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_a_loss_over_elements_is_weighted_by_elements(accumulate):
     """Batches of equal rows and unequal length: torch's MSE is a mean over elements."""
     torch.manual_seed(0)
     lengths = (3, 40, 5, 1)
@@ -92,12 +85,8 @@ def check_elements_weigh_a_loss_over_elements(accumulate):
     close(result.history[0]["loss"], expected)
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_a_loss_over_elements_is_weighted_by_elements(accumulate):
-    check_elements_weigh_a_loss_over_elements(accumulate)
-
-
-def check_ignored_targets_do_not_count(accumulate):
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_a_micro_batch_that_counts_nothing_leaves_the_mean_of_the_others(accumulate):
     """Among the micro-batches one has nothing that counts; it neither hides the others nor makes a NaN."""
     x, y = rows_of_data()
     y[6:12] = -100
@@ -111,12 +100,7 @@ def check_ignored_targets_do_not_count(accumulate):
     close(result.history[0]["val_loss"], expected)
 
 
-@pytest.mark.parametrize("accumulate", [2, 4])
-def test_a_micro_batch_that_counts_nothing_leaves_the_mean_of_the_others(accumulate):
-    check_ignored_targets_do_not_count(accumulate)
-
-
-def check_class_weights_are_counts():
+def test_with_class_weights_the_mean_is_over_the_weights():
     x, y = rows_of_data()
     weight = torch.tensor([0.1, 3.0, 1.0])
     model = linear()
@@ -127,10 +111,6 @@ def check_class_weights_are_counts():
         result = made.fit(cut(x, y, UNEVEN), cut(x, y, UNEVEN), epochs=1)
         close(result.history[-1]["loss"], expected)
         close(result.history[-1]["val_loss"], expected)
-
-
-def test_with_class_weights_the_mean_is_over_the_weights():
-    check_class_weights_are_counts()
 
 
 def check_a_steps_own_count_weighs_its_loss(accumulate):
@@ -171,7 +151,8 @@ def test_a_sum_over_nothing_leaves_the_mean_of_the_others_even_where_it_is_nan(c
     assert trainer(cls=Masked).evaluate(pieces)["val_loss"] == 8 / 4
 
 
-def check_named_losses_are_reported_each(accumulate):
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_named_losses_are_reported_each_and_their_sum_as_the_loss(accumulate):
     class Two(Trainer):
         def training_step(self, batch):
             first, second = batch[0].mean(), batch[0].square().mean()
@@ -189,11 +170,6 @@ def check_named_losses_are_reported_each(accumulate):
         close(row[prefix + "second"], second)
         close(row[prefix + "loss"], first + second)
     assert {"first", "second"} <= set(seen.updates[0].values)
-
-
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_named_losses_are_reported_each_and_their_sum_as_the_loss(accumulate):
-    check_named_losses_are_reported_each(accumulate)
 
 
 # Metrics and logged numbers.
@@ -235,7 +211,7 @@ def test_metrics_of_every_form_are_exact_over_uneven_batches_in_training_and_val
     check_metrics_are_exact_in_every_form(accumulate)
 
 
-def check_numbers_start_anew_each_epoch():
+def test_numbers_start_anew_in_each_epoch_and_evaluation():
     model = linear()
     made = trainer(model, metrics={"object": Errors(), "row": distance}, lr=0.0)
     rows = made.fit(
@@ -249,10 +225,6 @@ def check_numbers_start_anew_each_epoch():
         close(row["object"], expected)
         close(row["row"], expected)
         assert all(row[name] == rows[0][name] for name in ("val_loss", "val_row", "val_object"))
-
-
-def test_numbers_start_anew_in_each_epoch_and_evaluation():
-    check_numbers_start_anew_each_epoch()
 
 
 class Logging(Trainer):

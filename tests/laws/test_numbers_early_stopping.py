@@ -30,7 +30,7 @@ def stops_at(values, patience, min_delta, mode):
     return len(values), best_epoch
 
 
-def check_early_stopping_follows_its_definition(rounds=40):
+def test_early_stopping_follows_its_definition_through_random_runs(rounds=40):
     rng = random.Random(0)
     for _ in range(rounds):
         length, patience = rng.randint(1, 10), rng.randint(1, 4)
@@ -47,11 +47,7 @@ def check_early_stopping_follows_its_definition(rounds=40):
             assert "did not improve" in result.stopped or "never a finite number" in result.stopped
 
 
-def test_early_stopping_follows_its_definition_through_random_runs():
-    check_early_stopping_follows_its_definition()
-
-
-def check_min_delta_adds_up():
+def test_min_delta_is_cumulative():
     """A gain of 0.04 an epoch beats the best by 0.1 every third epoch, so three epochs of patience never run out."""
     steady = [1.0 - 0.04 * i for i in range(12)]
     result = run_planned(steady, 3, 0.1, "min")
@@ -59,11 +55,7 @@ def check_min_delta_adds_up():
     assert run_planned(steady, 2, 0.1, "min").epochs == 3
 
 
-def test_min_delta_is_cumulative():
-    check_min_delta_adds_up()
-
-
-def check_one_standard_error_is_over_rows():
+def test_one_standard_error_is_taken_over_the_rows_of_the_validation():
     x, y = rows_of_data()
     model = linear()
     early = EarlyStopping("val_loss", min_delta="1se")
@@ -72,10 +64,6 @@ def check_one_standard_error_is_over_rows():
     with torch.no_grad():
         losses = F.cross_entropy(model(x).double(), y, reduction="none")
     close(made._record.evaluation.errors["val_loss"], losses.std(correction=0).item() / math.sqrt(len(x)))
-
-
-def test_one_standard_error_is_taken_over_the_rows_of_the_validation():
-    check_one_standard_error_is_over_rows()
 
 
 def test_one_standard_error_decides_in_fit():

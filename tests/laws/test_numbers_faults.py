@@ -62,7 +62,7 @@ def with_entries(patch: Patch, change: Callable[..., Any]) -> None:
 # Numbers.
 
 
-@fault(numbers.check_training_loss_is_the_mean_over_rows, 2)
+@fault(numbers.test_training_loss_is_the_mean_over_rows_and_never_divided_by_accumulate, 2)
 def the_training_loss_is_divided_by_accumulate(patch):
     add = LossTracker._add
 
@@ -73,12 +73,12 @@ def the_training_loss_is_divided_by_accumulate(patch):
     patch.setattr(LossTracker, "_add", divided)
 
 
-@fault(numbers.check_training_loss_is_the_mean_over_rows, 1)
+@fault(numbers.test_training_loss_is_the_mean_over_rows_and_never_divided_by_accumulate, 1)
 def the_training_loss_is_a_mean_of_batch_means(patch):
     with_entries(patch, lambda name, value, count, summed: (name, value, 1, summed))
 
 
-@fault(numbers.check_validation_loss_is_the_mean_over_rows)
+@fault(numbers.test_validation_loss_is_the_mean_over_rows_for_an_uneven_last_batch)
 def the_validation_loss_is_a_mean_of_batch_means(patch):
     def by_batch(self, output, target):
         return SumLoss(self.mean(output, target), 1)
@@ -86,17 +86,17 @@ def the_validation_loss_is_a_mean_of_batch_means(patch):
     patch.setattr(KnownLoss, "evaluated", by_batch)
 
 
-@fault(numbers.check_elements_weigh_a_loss_over_elements, 1)
+@fault(numbers.test_a_loss_over_elements_is_weighted_by_elements, 1)
 def a_loss_over_elements_is_weighed_by_rows(patch):
     patch.setattr(LossTracker, "count", property(lambda self: self._rows))
 
 
-@fault(numbers.check_ignored_targets_do_not_count, 2)
+@fault(numbers.test_a_micro_batch_that_counts_nothing_leaves_the_mean_of_the_others, 2)
 def ignored_targets_count(patch):
     patch.setattr(KnownLoss, "count", lambda self, target: len(target))
 
 
-@fault(numbers.check_class_weights_are_counts)
+@fault(numbers.test_with_class_weights_the_mean_is_over_the_weights)
 def class_weights_are_no_counts(patch):
     patch.setattr(KnownLoss, "count", lambda self, target: len(target))
 
@@ -125,23 +125,23 @@ def logged_numbers_have_no_count(patch):
     patch.setattr(LossTracker, "log", lambda self, name, value, count: log(self, name, value, 1))
 
 
-@fault(numbers.check_named_losses_are_reported_each, 2)
+@fault(numbers.test_named_losses_are_reported_each_and_their_sum_as_the_loss, 2)
 def named_losses_are_forgotten_where_several_are_weighed(patch):
     add = LossTracker._add
     patch.setattr(LossTracker, "_add", lambda self, step_loss: add(self, replace(step_loss, named=None)))
 
 
-@fault(numbers.check_numbers_start_anew_each_epoch)
+@fault(numbers.test_numbers_start_anew_in_each_epoch_and_evaluation)
 def sums_go_on_over_epochs(patch):
     patch.setattr(LossTracker, "reset", lambda self: None)
 
 
-@fault(nan.check_a_nan_row_shows_in_training, "skip", 1)
+@fault(nan.test_a_nan_in_one_training_row_shows_in_the_loss_of_the_epoch, "skip", 1)
 def a_nan_is_filtered_from_the_training_loss(patch):
     with_entries(patch, lambda name, value, count, summed: (name, value, 0 if value != value else count, summed))
 
 
-@fault(nan.check_a_nan_row_shows_in_validation)
+@fault(nan.test_a_nan_in_one_row_shows_in_every_number_of_the_evaluation)
 def a_nan_is_filtered_from_metrics(patch):
     add = Total.add_sum
     patch.setattr(
@@ -151,13 +151,13 @@ def a_nan_is_filtered_from_metrics(patch):
     )
 
 
-@fault(nan.check_a_nan_is_never_best_and_never_resets_patience)
+@fault(nan.test_a_nan_is_never_best_and_never_resets_patience)
 def a_nan_beats_the_best(patch):
     beats = EarlyStopper._beats
     patch.setattr(EarlyStopper, "_beats", lambda self, value: math.isnan(value) or beats(self, value))
 
 
-@fault(early_stopping.check_early_stopping_follows_its_definition)
+@fault(early_stopping.test_early_stopping_follows_its_definition_through_random_runs)
 def a_nan_resets_patience(patch):
     judge = EarlyStopper.judge
 
@@ -169,7 +169,7 @@ def a_nan_resets_patience(patch):
     patch.setattr(EarlyStopper, "judge", lenient)
 
 
-@fault(early_stopping.check_min_delta_adds_up)
+@fault(early_stopping.test_min_delta_is_cumulative)
 def the_best_moves_with_any_gain(patch):
     judge = EarlyStopper.judge
 
@@ -182,7 +182,7 @@ def the_best_moves_with_any_gain(patch):
     patch.setattr(EarlyStopper, "judge", moving)
 
 
-@fault(early_stopping.check_early_stopping_follows_its_definition)
+@fault(early_stopping.test_early_stopping_follows_its_definition_through_random_runs)
 def patience_is_one_too_long(patch):
     stopped = EarlyStopper.stopped.fget
     patch.setattr(
@@ -190,7 +190,7 @@ def patience_is_one_too_long(patch):
     )
 
 
-@fault(early_stopping.check_one_standard_error_is_over_rows)
+@fault(early_stopping.test_one_standard_error_is_taken_over_the_rows_of_the_validation)
 def the_standard_error_is_over_batches(patch):
     each = KnownLoss.each_row
     patch.setattr(KnownLoss, "each_row", lambda self, o, t: each(self, o, t).mean().expand(len(t)))
@@ -210,23 +210,27 @@ def a_skipped_update_advances_the_schedule(patch):
     patch.setattr(TableSchedule, "apply", by_tries)
 
 
-@fault(schedule.check_rates_are_torchs, "cosine", "one", "plain")
+@fault(schedule.test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop, "cosine", "one", "plain")
 def the_schedule_is_one_update_ahead(patch):
     apply = TableSchedule.apply
     patch.setattr(TableSchedule, "apply", lambda self, updates: apply(self, updates + 1))
 
 
-@fault(schedule.check_rates_are_torchs, "one cycle", "adam", "accumulate")
+@fault(
+    schedule.test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop, "one cycle", "adam", "accumulate"
+)
 def the_total_counts_micro_batches(patch):
     patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches)
 
 
-@fault(schedule.check_rates_are_torchs, "one cycle", "two", "accumulate")
+@fault(schedule.test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop, "one cycle", "two", "accumulate")
 def the_total_forgets_short_windows(patch):
     patch.setattr(Plan, "updates_in", lambda self, epoch: self.batches // self.accumulated(epoch))
 
 
-@fault(schedule.check_rates_are_torchs, "cosine, warmup", "two", "drop last")
+@fault(
+    schedule.test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop, "cosine, warmup", "two", "drop last"
+)
 def the_rate_that_is_told_is_the_next_one(patch):
     whole = UpdateReporter.report
 
@@ -239,12 +243,14 @@ def the_rate_that_is_told_is_the_next_one(patch):
     patch.setattr(UpdateReporter, "report", late)
 
 
-@fault(stages.check_a_next_stage_starts_anew, "cosine, warmup")
+@fault(stages.test_the_schedule_of_a_next_stage_starts_anew, "cosine, warmup")
 def a_next_stage_starts_from_the_last_rate(patch):
     patch.setattr(TableSchedule, "restore_groups", lambda self: None)
 
 
-@fault(schedule.check_plateau_is_torchs, schedule.Plateau("val_loss", factor=0.5, patience=1))
+@fault(
+    schedule.test_plateau_is_torchs_stepped_after_each_validation, schedule.Plateau("val_loss", factor=0.5, patience=1)
+)
 def a_plateau_takes_a_nan_for_a_gain(patch):
     observe = SteppedSchedule.observe
 
@@ -257,7 +263,7 @@ def a_plateau_takes_a_nan_for_a_gain(patch):
 # Traceless.
 
 
-@fault(traceless.check_evaluation_leaves_everything_as_it_was, "DataLoader")
+@fault(traceless.test_evaluation_and_prediction_leave_everything_as_it_was, "DataLoader")
 def evaluation_moves_the_random_state(patch):
     @contextmanager
     def moved(generators=()):
@@ -266,7 +272,7 @@ def evaluation_moves_the_random_state(patch):
     patch.setattr(passes, "rng_preserved", moved)
 
 
-@fault(traceless.check_evaluation_leaves_everything_as_it_was, "batches")
+@fault(traceless.test_evaluation_and_prediction_leave_everything_as_it_was, "batches")
 def evaluation_ends_with_train_mode_for_every_module(patch):
     patch.setattr(modes, "_restore_modes", lambda each: each[0][0].train())  # the root
 

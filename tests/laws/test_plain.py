@@ -100,20 +100,6 @@ def check_loader(own_generator=False):
         assert torch.equal(generators[0].get_state(), generators[1].get_state())
 
 
-def check_frozen_norm():
-    """A BatchNorm in eval mode, without gradients, keeps its mode and its statistics."""
-    pairs = [build("cnn", "adamw"), build("cnn", "adamw")]
-    for model, _ in pairs:
-        model.norm.eval().requires_grad_(False)
-        model.norm.running_mean.fill_(0.1)
-    data, theirs, ours = ready("cnn"), *pairs
-    expected, _ = by_hand(*theirs, F.cross_entropy, data)
-    _, _, losses, _ = by_trainer(*ours, nn.CrossEntropyLoss(), data, val=ready("cnn", 20, seed=9))
-    assert losses == expected
-    assert not ours[0].norm.training and ours[0].training and int(ours[0].norm.num_batches_tracked) == 0
-    assert_twins(ours, theirs)
-
-
 def check_clip(clip=None, hand=None, precision=None):
     clip = ClipNorm(0.5) if clip is None else clip
     hand = (lambda model: nn.utils.clip_grad_norm_(model.parameters(), 0.5)) if hand is None else hand
@@ -131,21 +117,6 @@ def check_clip(clip=None, hand=None, precision=None):
     assert seen == [None if norm is None else norm.item() for norm in norms]
     if norms[0] is not None:
         assert sum(norm > 0.5 for norm in norms) > 5
-
-
-def check_step_lr():
-    data = ready("mlp")
-    theirs, ours = build("mlp"), build("mlp")
-    scheduler = torch.optim.lr_scheduler.StepLR(theirs[1], 2, gamma=0.5)
-    expected, _ = by_hand(*theirs, F.cross_entropy, data, after=scheduler.step)
-    trainer, _, losses, _ = by_trainer(*ours, nn.CrossEntropyLoss(), data, schedule=StepLR(Epochs(2), gamma=0.5))
-    assert losses == expected
-    for group in (*theirs[1].param_groups, *ours[1].param_groups):  # torch's scheduler is one step further at the end
-        group.pop("initial_lr", None)
-        group["lr"] = None
-    assert_twins(ours, theirs)
-    rates = [update.lr for update in trainer.observers[-1].updates]
-    assert rates == [0.05 * 0.5 ** (epoch // 2) for epoch in range(EPOCHS) for _ in data]
 
 
 class Weighted(Trainer):
@@ -197,15 +168,6 @@ def check_fp16(clip=None, kind="mlp", init_scale=2.0**13):
     assert result.skipped == sum(skipped) and result.updates == len(losses) - sum(skipped)
     assert_twins(ours, theirs)
     assert torch.equal(our_rng, rng)
-
-
-def check_float64():
-    data = [(x, y) for x, y in ready("mlp", dtype=torch.float64)]
-    theirs, ours = build("mlp", "adamw", dtype=torch.float64), build("mlp", "adamw", dtype=torch.float64)
-    expected, _ = by_hand(*theirs, F.cross_entropy, data)
-    _, _, losses, _ = by_trainer(*ours, nn.CrossEntropyLoss(), data)
-    assert losses == expected and ours[0].layers[0].weight.dtype == torch.float64
-    assert_twins(ours, theirs)
 
 
 def check_sparse(optimizer="sgd"):
@@ -269,7 +231,17 @@ def test_a_shuffled_loader_draws_what_the_plain_loop_draws(own_generator):
 
 
 def test_a_frozen_batchnorm_stays_in_eval_mode():
-    check_frozen_norm()
+    """A BatchNorm in eval mode, without gradients, keeps its mode and its statistics."""
+    pairs = [build("cnn", "adamw"), build("cnn", "adamw")]
+    for model, _ in pairs:
+        model.norm.eval().requires_grad_(False)
+        model.norm.running_mean.fill_(0.1)
+    data, theirs, ours = ready("cnn"), *pairs
+    expected, _ = by_hand(*theirs, F.cross_entropy, data)
+    _, _, losses, _ = by_trainer(*ours, nn.CrossEntropyLoss(), data, val=ready("cnn", 20, seed=9))
+    assert losses == expected
+    assert not ours[0].norm.training and ours[0].training and int(ours[0].norm.num_batches_tracked) == 0
+    assert_twins(ours, theirs)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])
@@ -288,7 +260,18 @@ def test_clipping_by_value_is_torchs():
 
 
 def test_a_rate_per_epoch_is_torchs():
-    check_step_lr()
+    data = ready("mlp")
+    theirs, ours = build("mlp"), build("mlp")
+    scheduler = torch.optim.lr_scheduler.StepLR(theirs[1], 2, gamma=0.5)
+    expected, _ = by_hand(*theirs, F.cross_entropy, data, after=scheduler.step)
+    trainer, _, losses, _ = by_trainer(*ours, nn.CrossEntropyLoss(), data, schedule=StepLR(Epochs(2), gamma=0.5))
+    assert losses == expected
+    for group in (*theirs[1].param_groups, *ours[1].param_groups):  # torch's scheduler is one step further at the end
+        group.pop("initial_lr", None)
+        group["lr"] = None
+    assert_twins(ours, theirs)
+    rates = [update.lr for update in trainer.observers[-1].updates]
+    assert rates == [0.05 * 0.5 ** (epoch // 2) for epoch in range(EPOCHS) for _ in data]
 
 
 @pytest.mark.parametrize("clip", [None, 0.5])
@@ -298,7 +281,12 @@ def test_fp16_is_torchs_grad_scaler(kind, clip):
 
 
 def test_float64_is_the_plain_loop():
-    check_float64()
+    data = [(x, y) for x, y in ready("mlp", dtype=torch.float64)]
+    theirs, ours = build("mlp", "adamw", dtype=torch.float64), build("mlp", "adamw", dtype=torch.float64)
+    expected, _ = by_hand(*theirs, F.cross_entropy, data)
+    _, _, losses, _ = by_trainer(*ours, nn.CrossEntropyLoss(), data)
+    assert losses == expected and ours[0].layers[0].weight.dtype == torch.float64
+    assert_twins(ours, theirs)
 
 
 @pytest.mark.parametrize("optimizer", ["sgd", "sparse adam"])

@@ -59,18 +59,6 @@ class Drawing(Trainer):
         return super().validation_step(batch)
 
 
-def check_drawing_validation():
-    """What a validation draws does not move the training."""
-    theirs, ours = build("mlp"), build("mlp")
-    data = ready("mlp")
-    expected, rng = by_hand(*theirs, F.cross_entropy, data)
-    _, _, losses, our_rng = by_trainer(
-        *ours, nn.CrossEntropyLoss(), data, val=ready("mlp", 20), trainer=Drawing, validate=Updates(4)
-    )
-    assert losses == expected and torch.equal(our_rng, rng)
-    assert_twins(ours, theirs)
-
-
 def check_evaluate(kind="mlp", precision=None):
     """Each module's mode, the RNG and every gradient are afterwards what they were."""
     model, optimizer = build(kind)
@@ -101,7 +89,15 @@ def test_validation_in_between_leaves_the_training_as_it_is(kind, validate):
 
 
 def test_what_a_validation_draws_does_not_move_the_training():
-    check_drawing_validation()
+    """What a validation draws does not move the training."""
+    theirs, ours = build("mlp"), build("mlp")
+    data = ready("mlp")
+    expected, rng = by_hand(*theirs, F.cross_entropy, data)
+    _, _, losses, our_rng = by_trainer(
+        *ours, nn.CrossEntropyLoss(), data, val=ready("mlp", 20), trainer=Drawing, validate=Updates(4)
+    )
+    assert losses == expected and torch.equal(our_rng, rng)
+    assert_twins(ours, theirs)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

@@ -28,7 +28,8 @@ def test_a_resumed_stage_with_a_later_end_plans_anew_and_says_so(case, tmp_path)
     check_a_later_end_plans_anew(tmp_path, *CASES[case])
 
 
-def check_a_next_stage_starts_anew(case):
+@pytest.mark.parametrize("case", CASES)
+def test_the_schedule_of_a_next_stage_starts_anew(case):
     schedule, scheduler = CASES[case]
     trainer, reported, _ = run(schedule, optimizer=adam_groups, epochs=2)
     expected = by_hand(scheduler, 14, optimizer=adam_groups)
@@ -37,11 +38,6 @@ def check_a_next_stage_starts_anew(case):
     trainer.fit(batches(rows_of_data(), 3), epochs=2)
     assert trainer.seen == expected
     assert [update.update for update in reported] == list(range(1, 29))
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_the_schedule_of_a_next_stage_starts_anew(case):
-    check_a_next_stage_starts_anew(case)
 
 
 def test_a_rate_set_between_two_stages_is_where_the_next_schedule_starts():

@@ -8,18 +8,10 @@ import pytest
 import torch
 from torch.optim import lr_scheduler as torchs
 
-from trainwright import Epochs, MeanLoss, MixedPrecision, Plateau, StepLR, TorchSchedule, Updates, batches
-from trainwright.schedules import Exponential, WarmupStableDecay
+from trainwright import Epochs, MeanLoss, MixedPrecision, Plateau, StepLR, TorchSchedule, batches
+from trainwright.schedules import Exponential
 
 from .schedule_runs import CASES, OPTIMIZERS, Watched, by_hand, network, one_group, rows_of_data, run, two_groups, used
-
-
-def stable_decay(update, total):
-    falls = total - 4
-    if update < 2:
-        return (update + 1) / 3
-    return 1.0 if update <= falls else 1 - (update - falls) / 4
-
 
 WAYS = {
     "plain": ({}, 35),
@@ -30,7 +22,10 @@ WAYS = {
 }
 
 
-def check_rates_are_torchs(case, groups, way):
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("groups", OPTIMIZERS)
+@pytest.mark.parametrize("case", CASES)
+def test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop(case, groups, way):
     schedule, scheduler = CASES[case]
     settings, total = dict(WAYS[way][0]), WAYS[way][1]
     if "loader" in settings:
@@ -45,19 +40,6 @@ def check_rates_are_torchs(case, groups, way):
     assert [update.lr for update in reported] == [row[0][0] for row in expected]
     assert [row["lr"] for row in result.history] == [expected[int(row["update"]) - 1][0][0] for row in result.history]
     assert result.history or "max_updates" in settings
-
-
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("groups", OPTIMIZERS)
-@pytest.mark.parametrize("case", CASES)
-def test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop(case, groups, way):
-    check_rates_are_torchs(case, groups, way)
-
-
-def test_warmup_stable_decay_ends_with_the_run():
-    trainer, _, result = run(WarmupStableDecay(warmup=Updates(2), decay=Updates(4)), accumulate=3)
-    assert [row[0][0] for row in trainer.seen] == pytest.approx([0.1 * stable_decay(u, 15) for u in range(15)])
-    assert result.updates == 15
 
 
 @pytest.mark.parametrize("accumulate", [1, 2, 7])
@@ -125,19 +107,6 @@ class Planned(Watched):
         return MeanLoss(torch.tensor(self.planned[self.progress.epoch - 1], dtype=torch.float64), 1)
 
 
-def check_plateau_is_torchs(schedule):
-    hand = two_groups(network())
-    made = torchs.ReduceLROnPlateau(hand, factor=0.5, patience=1)
-    expected = []
-    for value in Planned.planned:
-        expected += [used(hand)] * 7
-        made.step(value)
-    trainer, reported, _ = run(schedule, cls=Planned, optimizer=two_groups, epochs=10, val=batches(rows_of_data(4), 4))
-    assert trainer.seen == expected
-    assert [update.lrs for update in reported] == [tuple(lr for lr, *_ in row) for row in expected]
-    assert len({row[0][0] for row in expected}) > 2
-
-
 @pytest.mark.parametrize(
     "schedule",
     [
@@ -149,7 +118,16 @@ def check_plateau_is_torchs(schedule):
     ids=["Plateau", "TorchSchedule"],
 )
 def test_plateau_is_torchs_stepped_after_each_validation(schedule):
-    check_plateau_is_torchs(schedule)
+    hand = two_groups(network())
+    made = torchs.ReduceLROnPlateau(hand, factor=0.5, patience=1)
+    expected = []
+    for value in Planned.planned:
+        expected += [used(hand)] * 7
+        made.step(value)
+    trainer, reported, _ = run(schedule, cls=Planned, optimizer=two_groups, epochs=10, val=batches(rows_of_data(4), 4))
+    assert trainer.seen == expected
+    assert [update.lrs for update in reported] == [tuple(lr for lr, *_ in row) for row in expected]
+    assert len({row[0][0] for row in expected}) > 2
 
 
 def test_a_plateau_may_watch_the_training_loss_without_validation():

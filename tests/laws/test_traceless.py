@@ -95,7 +95,8 @@ DATA = {
 }
 
 
-def check_evaluation_leaves_everything_as_it_was(kind):
+@pytest.mark.parametrize("kind", DATA)
+def test_evaluation_and_prediction_leave_everything_as_it_was(kind):
     trainer = make()
     trainer.fit(batches(rows_of_data(), 8), epochs=1)
     frozen, still = trainer.model[1], trainer.model[0]
@@ -105,11 +106,6 @@ def check_evaluation_leaves_everything_as_it_was(kind):
     trainer.evaluate(DATA[kind]())
     trainer.predict(DATA[kind]())
     assert same(before, everything(trainer))
-
-
-@pytest.mark.parametrize("kind", DATA)
-def test_evaluation_and_prediction_leave_everything_as_it_was(kind):
-    check_evaluation_leaves_everything_as_it_was(kind)
 
 
 def test_a_failing_evaluation_leaves_everything_as_it_was():

@@ -102,13 +102,9 @@ def use_without_care(trainer, train):
     trainer.model(torch.randn(4, 6))
 
 
-def check_probe():
+def test_a_probe_that_takes_no_care_changes_nothing():
     check_run("accumulate", "probe", look=use_without_care)
     check_run("bf16, SWA", "probe", look=use_without_care)
-
-
-def test_a_probe_that_takes_no_care_changes_nothing():
-    check_probe()
 
 
 VALIDATIONS = {
@@ -161,7 +157,7 @@ def test_persistent_workers_that_are_shared_are_trainings():
     check_workers(Updates(1))
 
 
-def check_schedule_free():
+def test_the_schedule_free_optimizer_of_these_tests_is_the_published_one():
     """The optimizer of these tests is the published one: x is the mean of all z, gradients are taken at y."""
     torch.manual_seed(0)
     model = nn.Linear(3, 1).double()
@@ -181,10 +177,6 @@ def check_schedule_free():
         optimizer.eval()
         torch.testing.assert_close(model.weight.detach(), x)
         optimizer.train()
-
-
-def test_the_schedule_free_optimizer_of_these_tests_is_the_published_one():
-    check_schedule_free()
 
 
 def test_weights_that_are_merged_in_eval_mode_come_back_to_the_last_bit():

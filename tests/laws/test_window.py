@@ -66,10 +66,6 @@ def rows_loss(output, target):
     return (output - target).square().sum(1).sqrt().mean()
 
 
-def likelihood(output, target):
-    return F.nll_loss(output.log_softmax(1), target)
-
-
 WEIGHTS = torch.tensor([0.5, 2.0, 0.1, 1.7], dtype=torch.float64)
 SOFT = {"label_smoothing": 0.1, "weight": WEIGHTS}
 KNOWN = {
@@ -117,22 +113,6 @@ def check_own_count_wins(shape):
     check(shape, nn.CrossEntropyLoss(), trainer=stepping(mean_over_rows), reference=reference)
 
 
-def check_plain_sum(shape=UNEVEN):
-    """`SumLoss(total)` and a loss with reduction="sum": the plain sum over the window; the loss is told per row."""
-    data = draw(shape, "classes")
-    rows = [sum(y.shape[0] for _, y in group) for group in shape.grouped(data)] * 9
-    for loss, trainer in (
-        (nn.CrossEntropyLoss(reduction="sum"), Trainer),
-        (None, stepping(lambda o, y: SumLoss(summed(o, y)))),
-    ):
-        theirs, ours = twins()
-        expected = by_hand(*theirs, summed, shape.grouped(data), 0.1, 9)
-        seen = Losses()
-        trainer(*ours, loss, accumulate=shape.k, clip=0.1, observers=[seen], console=False).fit(data, epochs=9)
-        assert distance(ours[0], theirs[0]) <= 1e-12
-        assert seen.losses == pytest.approx([loss / n for loss, n in zip(expected, rows, strict=True)], rel=1e-10)
-
-
 class Kept:
     """Keeps the gradient that it is to clip, and does not clip it."""
 
@@ -156,21 +136,6 @@ def check_float32(shape, loss, kind, trainer=Trainer, reference=None):
         (loss if reference is None else reference)(model(x), y).backward()
         expected = flat(model.parameters())
         assert float((gradient - expected).norm()) <= 1e-6 * float(expected.norm())
-
-
-def check_lone(k):
-    """Micro-batches that are alone in their window are the plain loop bit for bit."""
-    data = draw(UNEVEN, "classes")
-    theirs, ours = twins("adamw")
-    for _ in range(8):
-        for x, y in data:
-            if valid(y):
-                theirs[1].zero_grad()
-                F.cross_entropy(theirs[0](x), y).backward()
-                theirs[1].step()
-    fed = [batch for batch in data if valid(batch[1])]
-    Trainer(*ours, nn.CrossEntropyLoss(), accumulate=k, console=False).fit(fed, epochs=8)
-    assert_twins(ours, theirs)
 
 
 @pytest.mark.parametrize("name", KNOWN)
@@ -202,8 +167,20 @@ def test_adaptive_optimizers_see_one_big_batch():
     check(UNEVEN, nn.CrossEntropyLoss(), "tokens", optimizer="adamw")
 
 
-def test_a_sum_is_summed_over_the_window():
-    check_plain_sum()
+def test_a_sum_is_summed_over_the_window(shape=UNEVEN):
+    """`SumLoss(total)` and a loss with reduction="sum": the plain sum over the window; the loss is told per row."""
+    data = draw(shape, "classes")
+    rows = [sum(y.shape[0] for _, y in group) for group in shape.grouped(data)] * 9
+    for loss, trainer in (
+        (nn.CrossEntropyLoss(reduction="sum"), Trainer),
+        (None, stepping(lambda o, y: SumLoss(summed(o, y)))),
+    ):
+        theirs, ours = twins()
+        expected = by_hand(*theirs, summed, shape.grouped(data), 0.1, 9)
+        seen = Losses()
+        trainer(*ours, loss, accumulate=shape.k, clip=0.1, observers=[seen], console=False).fit(data, epochs=9)
+        assert distance(ours[0], theirs[0]) <= 1e-12
+        assert seen.losses == pytest.approx([loss / n for loss, n in zip(expected, rows, strict=True)], rel=1e-10)
 
 
 @PROPERTY
@@ -215,4 +192,15 @@ def test_float32_gradients_of_each_window_are_those_of_the_big_batch(shape, kind
 
 @pytest.mark.parametrize("k", [1])
 def test_windows_of_one_are_the_plain_loop_bit_for_bit(k):
-    check_lone(k)
+    """Micro-batches that are alone in their window are the plain loop bit for bit."""
+    data = draw(UNEVEN, "classes")
+    theirs, ours = twins("adamw")
+    for _ in range(8):
+        for x, y in data:
+            if valid(y):
+                theirs[1].zero_grad()
+                F.cross_entropy(theirs[0](x), y).backward()
+                theirs[1].step()
+    fed = [batch for batch in data if valid(batch[1])]
+    Trainer(*ours, nn.CrossEntropyLoss(), accumulate=k, console=False).fit(fed, epochs=8)
+    assert_twins(ours, theirs)

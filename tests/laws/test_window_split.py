@@ -49,7 +49,9 @@ def trained_by_hand(x, target, loss, k):
     return model, total / count
 
 
-def check_a_split_of_the_users_own_is_weighed_right(cls, loss, k):
+@pytest.mark.parametrize("k", [1, 3, 4])
+@pytest.mark.parametrize(("cls", "loss"), [(Named, nn.MSELoss()), (First, nn.CrossEntropyLoss())])
+def test_a_split_of_the_users_own_is_weighed_by_the_target_it_finds(cls, loss, k):
     batches, x, target = data(cls is First)
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
@@ -60,16 +62,10 @@ def check_a_split_of_the_users_own_is_weighed_right(cls, loss, k):
     assert told == pytest.approx(expected, rel=1e-12)
 
 
-@pytest.mark.parametrize("k", [1, 3, 4])
-@pytest.mark.parametrize(("cls", "loss"), [(Named, nn.MSELoss()), (First, nn.CrossEntropyLoss())])
-def test_a_split_of_the_users_own_is_weighed_by_the_target_it_finds(cls, loss, k):
-    check_a_split_of_the_users_own_is_weighed_right(cls, loss, k)
-
-
 def test_the_law_sees_a_count_of_batches(monkeypatch):
     monkeypatch.setattr(KnownLoss, "count", lambda self, target: 1)
     with pytest.raises(AssertionError):
-        check_a_split_of_the_users_own_is_weighed_right(Named, nn.MSELoss(), 3)
+        test_a_split_of_the_users_own_is_weighed_by_the_target_it_finds(Named, nn.MSELoss(), 3)
 
 
 def test_a_split_of_the_users_own_is_called_once_per_batch():

@@ -54,7 +54,12 @@ WINDOWS = [
     *[held(check_float32, kind) for kind in ("classes", "tokens")],
     *[
         held(check)
-        for check in (check_adaptive, window.check_plain_sum, update.check_stale, update.check_once_per_update)
+        for check in (
+            check_adaptive,
+            window.test_a_sum_is_summed_over_the_window,
+            update.test_gradients_left_over_from_before_never_enter,
+            update.test_clip_schedule_scaler_and_clock_act_once_per_update,
+        )
     ],
     held(window.check_own_count_wins, UNEVEN),
     *[
@@ -64,7 +69,7 @@ WINDOWS = [
     ],
 ]
 OWN_UPDATES = [
-    *[held(update.check_update_hook, name) for name in RETURNED],
+    *[held(update.test_an_overridden_update_finds_the_windows_own_gradient_and_loss, name) for name in RETURNED],
     held(sam.check_sharp, 3, optimizer="adamw"),
     held(sam.check_sharp, 3, clip=0.1, one_cycle=True),
     held(sam.check_sharp, 3, trainer=sam.Counted, precision=Scaled()),
@@ -74,11 +79,11 @@ OWN_UPDATES = [
     held(gan.check_named),
 ]
 NUMBERS = [
-    held(numbers.check_training_loss_is_the_mean_over_rows, 3),
-    held(numbers.check_validation_loss_is_the_mean_over_rows),
-    held(numbers.check_elements_weigh_a_loss_over_elements, 2),
-    held(numbers.check_ignored_targets_do_not_count, 2),
-    held(numbers.check_class_weights_are_counts),
+    held(numbers.test_training_loss_is_the_mean_over_rows_and_never_divided_by_accumulate, 3),
+    held(numbers.test_validation_loss_is_the_mean_over_rows_for_an_uneven_last_batch),
+    held(numbers.test_a_loss_over_elements_is_weighted_by_elements, 2),
+    held(numbers.test_a_micro_batch_that_counts_nothing_leaves_the_mean_of_the_others, 2),
+    held(numbers.test_with_class_weights_the_mean_is_over_the_weights),
 ]
 
 

@@ -39,16 +39,6 @@ def linear(update, total):
 # --- values of groups ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("schedule", (Cosine(), Plateau("val_loss"), TorchSchedule(lambda o: torchs.StepLR(o, 3))))
-def test_a_rate_set_by_hand_is_refused_with_the_groups_name(schedule):
-    optimizer = SGD([{"params": [parameter()]}, {"params": [parameter()], "name": "head"}], lr=0.1)
-    rates = schedule.bind(optimizer, Plan(max_updates=30))
-    rates.apply(0)
-    optimizer.param_groups[1]["lr"] = 0.5
-    with pytest.raises(SettingError, match=r"lr of group 1 \('head'\) was set by hand(.|\n)*lr=0.5"):
-        rates.apply(1)
-
-
 def test_a_rate_set_by_hand_before_the_first_update_is_refused_too():
     optimizer = sgd()
     rates = Cosine().bind(optimizer, Plan(max_updates=30))

@@ -9,8 +9,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import MeanLoss, StepError, StepOutput, SumLoss
-from trainwright.core.torch_private import nll_total_weight
+from trainwright import MeanLoss, SumLoss
 from trainwright.update.losses import known_loss, read_step_loss
 
 WEIGHT = torch.tensor([0.5, 2.0, 0.25, 1.5], dtype=torch.float64)
@@ -62,13 +61,6 @@ def test_the_count_is_what_torchs_mean_divides_by(case):
     evaluated = read_step_loss(known.evaluated(output, target))
     for given in (evaluated, known.with_count(output, target, known.count(target))):
         assert float(given.mean) == pytest.approx(float(loss(output, target)), rel=1e-12)
-
-
-@pytest.mark.parametrize("case", [0, 1, 10, 11])
-def test_each_row_has_a_value_of_its_own(case):
-    loss, output, target, _ = CASES[case]
-    rows = known_loss(loss).each_row(output, target)
-    assert rows.shape == (len(target),)
 
 
 @pytest.mark.parametrize("shapes", [((6, 1), (6, 3)), ((6, 3), (6, 1)), ((4, 1), (1, 3))])
@@ -131,18 +123,6 @@ def test_a_sum_is_known_as_one():
     assert known_loss(partial(F.l1_loss, reduction="sum")).reduction == "sum"
 
 
-@pytest.mark.parametrize("shape", [(7, 4), (3, 4, 7)])
-def test_torch_tells_what_it_divided_by(shape):
-    target = CLASSES if len(shape) == 2 else GRID
-    output = outputs(*shape).requires_grad_()
-    assert float(nll_total_weight(F.cross_entropy(output, target))) == int((target >= 0).sum())
-    assert float(nll_total_weight(F.cross_entropy(output, target, weight=WEIGHT))) == 6.25 * (
-        1 if len(shape) == 2 else 3
-    )
-    assert nll_total_weight(F.mse_loss(output, output.detach())) is None
-    assert nll_total_weight(F.cross_entropy(output.detach(), target)) is None
-
-
 def test_every_form_of_a_loss_is_read():
     loss = torch.tensor(3.0)
     mean, total = read_step_loss(MeanLoss(loss, 5)), read_step_loss(SumLoss(loss, 5))
@@ -156,23 +136,3 @@ def test_named_losses_are_added_and_share_a_count():
     read = read_step_loss({"a": MeanLoss(torch.tensor(1.0), 4), "b": MeanLoss(torch.tensor(2.0), 4)})
     assert float(read.loss) == 3.0 and read.count == 4
     assert {name: float(value) for name, value in read.named.items()} == {"a": 1.0, "b": 2.0}
-
-
-@pytest.mark.parametrize(
-    "returned",
-    [
-        None,
-        1.5,
-        {},
-        torch.zeros(3),
-        MeanLoss(torch.zeros(2), 2),
-        (torch.tensor(1.0), 3),
-        {"a": torch.tensor(1.0), "b": SumLoss(torch.tensor(1.0), 2)},
-        {"a": {"b": torch.tensor(1.0)}},
-        {"a": StepOutput(torch.tensor(1.0))},
-        StepOutput(StepOutput(torch.tensor(1.0))).loss,
-    ],
-)
-def test_what_is_no_loss_is_refused_with_what_a_step_may_return(returned):
-    with pytest.raises(StepError, match="want"):
-        read_step_loss(returned)

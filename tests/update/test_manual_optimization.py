@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import NonFiniteError, Observer, OneCycle, StepError, Trainer, batches
+from trainwright import NonFiniteError, Observer, StepError, Trainer, batches
 
 x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(24) % 3
@@ -27,34 +27,6 @@ def made(cls=Trainer, **settings):
     told = Told()
     settings = {"console": False, "observers": [told], **settings}
     return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), **settings), told
-
-
-def test_numbers_that_an_update_returns_are_reported_beside_the_loss():
-    class Gap(Trainer):
-        def update(self, window):
-            super().update(window)
-            return {"gap": 3.0}
-
-    trainer, told = made(Gap)
-    row = trainer.fit(batches((x, y), 8), epochs=1).history[0]
-    assert row["gap"] == 3.0 and math.isfinite(row["loss"])
-    assert [update.values for update in told.updates] == [{"gap": 3.0}] * 3
-
-
-def test_an_update_that_steps_by_itself_is_counted_once_with_its_loss():
-    class Own(Trainer):
-        def update(self, window):
-            loss = self.compute_gradients(window)
-            self.optimizer.step()
-            return loss
-
-    targets = torch.where(torch.arange(24) % 4 == 0, -100, y)
-    trainer, _ = made(Own, schedule=OneCycle(max_lr=0.1, cycle_momentum=False))
-    plain, _ = made(schedule=OneCycle(max_lr=0.1, cycle_momentum=False))
-    mine = trainer.fit(batches((x, targets), 7), epochs=2)
-    theirs = plain.fit(batches((x, targets), 7), epochs=2)
-    assert mine.history == theirs.history and mine.updates == theirs.updates == 8
-    assert torch.equal(trainer.model.weight, plain.model.weight)
 
 
 def test_an_update_that_never_steps_is_named():

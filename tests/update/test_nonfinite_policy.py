@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from trainwright import MixedPrecision, NonFiniteError, Observer, SettingError, Trainer
-from trainwright.update.nonfinite_policy import verdict_of
 
 
 class Told(Observer):
@@ -129,14 +128,6 @@ def test_the_gradient_is_checked_before_it_is_clipped():
         make(GradientOnly, clip=ClipValue(0.1)).fit(data(), epochs=1)
 
 
-def test_a_window_that_counts_nothing_says_so():
-    batches = data()
-    batches[1] = (batches[1][0], torch.full((4,), -100))
-    with pytest.raises(NonFiniteError, match="the batch counts nothing") as caught:
-        make(Trainer).fit(batches, epochs=1)
-    assert "update 2" in str(caught.value)
-
-
 def test_a_mean_of_the_users_own_is_told_of_sum():
     with pytest.raises(NonFiniteError, match=r"return SumLoss\(total, count\)"):
         make().fit(data(), epochs=1)
@@ -169,20 +160,3 @@ def test_an_overflow_at_the_floor_of_the_scale_raises():
     floor = MixedPrecision("fp16", init_scale=2.0, min_scale=2.0)
     with pytest.raises(NonFiniteError, match="update 4: the gradient"):
         make(GradientOnly, precision=floor).fit(data(), epochs=1)
-
-
-@pytest.mark.parametrize(
-    ("facts", "verdict"),
-    [
-        ({"loss_is_finite": True, "gradient_is_finite": True}, "apply"),
-        ({"loss_is_finite": True, "gradient_is_finite": False}, None),
-        ({"loss_is_finite": False, "gradient_is_finite": True}, None),
-        ({"loss_is_finite": True, "gradient_is_finite": False, "scaled": True}, "overflow"),
-        ({"loss_is_finite": True, "gradient_is_finite": False, "scaled": True, "at_floor": True}, None),
-        ({"loss_is_finite": False, "gradient_is_finite": False, "scaled": True}, None),
-    ],
-)
-def test_verdicts(facts, verdict):
-    for policy in ("raise", "skip", "ignore"):
-        own = "apply" if policy == "ignore" else policy
-        assert verdict_of(policy, **facts) == (verdict or own)

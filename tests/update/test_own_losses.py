@@ -89,16 +89,6 @@ def test_metrics_beside_a_scalar_are_refused_before_the_first_update():
     assert trainer.progress.updates == 0
 
 
-@pytest.mark.parametrize("form", ["scalar", "object", "dict"])
-def test_unequal_micro_batches_are_one_big_batch(form):
-    parts = dicts(sizes=[5, 1, 2, 4])
-    trainer = made(form, accumulate=2)
-    result = trainer.fit(parts, epochs=1)
-    model = by_hand([parts[:2], parts[2:]])
-    assert torch.allclose(trainer.model.weight, model.weight, atol=1e-7)
-    assert result.updates == 2
-
-
 def test_a_sequence_goes_in_as_positional_arguments():
     trainer = made("scalar")
     trainer.fit(batches((x, y), 4), epochs=1)
@@ -146,40 +136,6 @@ def test_training_weighs_by_the_tokens_that_the_loss_is_a_mean_over():
     loss.backward()
     assert row["loss"] == pytest.approx(loss.item(), rel=1e-6)
     assert torch.allclose(trainer.model.table.weight, model.table.weight - 0.5 * model.table.weight.grad, atol=1e-6)
-
-
-def test_an_evaluation_weighs_by_what_torch_divided_by_unless_count_tells():
-    class Counts(Trainer):
-        def count(self, batch):
-            return len(batch["labels"])
-
-    ids, labels = tokens()
-    parts = parts_of(ids, labels)
-    losses = [Language()(**part)["loss"].item() for part in parts]
-    rows = [7, 2, 3]
-    valid = [int((part["labels"] != -100).sum()) for part in parts]
-    by_rows = sum(a * n for a, n in zip(losses, rows, strict=True)) / 12
-    by_tokens = sum(a * n for a, n in zip(losses, valid, strict=True)) / sum(valid)
-    assert abs(by_rows - by_tokens) > 1e-3
-    assert language().evaluate(parts)["val_loss"] == pytest.approx(by_tokens, rel=1e-6)
-    assert language(Counts).evaluate(parts)["val_loss"] == pytest.approx(by_rows, rel=1e-6)
-
-
-@pytest.mark.parametrize("accumulate", [1, 3])
-def test_a_count_of_the_users_own_wins_in_training_too(accumulate):
-    class Counts(Trainer):
-        def count(self, batch):
-            return 1
-
-        def training_step(self, batch):
-            return self.model(**batch)["loss"]
-
-    ids, labels = tokens()
-    parts = parts_of(ids, labels)
-    trainer = language(Counts, accumulate=accumulate)
-    trainer.optimizer.param_groups[0]["lr"] = 0.0
-    row = trainer.fit(parts, epochs=1).history[0]
-    assert row["loss"] == pytest.approx(sum(Language()(**part)["loss"].item() for part in parts) / 3, rel=1e-6)
 
 
 @pytest.mark.parametrize(

@@ -182,18 +182,6 @@ def test_a_skipped_update_restores_every_buffer_that_its_forward_has_changed(cls
     assert same(tensors(model, loss), tensors(expected, centred))
 
 
-@pytest.mark.parametrize("accumulate", [1, 2])
-def test_one_bad_row_costs_one_update_and_no_later_one(accumulate):
-    data = [(x.clone(), y) for x, y in DATA]
-    data[BAD][0][1, 2] = math.nan
-    model, optimizer = built(Scaled)
-    result = Trainer(model, optimizer, nn.MSELoss(), on_nonfinite="skip", accumulate=accumulate, console=False).fit(
-        data, epochs=2
-    )
-    assert result.skipped == 2 and result.updates == 2 * math.ceil(7 / accumulate) - 2
-    assert all(tensor.isfinite().all() for _, tensor in tensors(model))
-
-
 def test_buffers_of_layers_that_begin_epoch_adds_are_restored():
     class GrowsAtEpochOne(Trainer):
         def begin_epoch(self, epoch):

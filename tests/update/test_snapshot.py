@@ -13,25 +13,6 @@ from torch import Tensor, nn
 from trainwright.update.snapshot import Buffers, RngStates, Snapshot, StateDicts, Tensors, UserState
 
 
-class Counting(nn.Module):
-    """Changes its buffers in each way that a forward can."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("written", torch.zeros(2))
-        self.register_buffer("assigned", torch.zeros(2))
-        self.register_buffer("empty", None)
-        self.register_buffer("removed", torch.ones(1))
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.written.data.add_(1)
-        self.assigned = self.assigned + 1
-        self.empty = torch.ones(1)
-        del self.removed
-        self.register_buffer("new", torch.ones(1))
-        return x
-
-
 def test_earlier_captures_are_restored_as_far_as_there_are_slots() -> None:
     value = torch.zeros(3)
     before = Snapshot(Tensors([value], slots=3))
@@ -45,15 +26,6 @@ def test_earlier_captures_are_restored_as_far_as_there_are_slots() -> None:
     assert value.tolist() == [4, 4, 4]
     with pytest.raises(AssertionError, match="overwritten"):
         before.restore(ago=3)
-
-
-def test_buffers_are_restored_whatever_a_forward_has_done_to_them() -> None:
-    model = Counting()
-    tensors = dict(model._buffers)
-    with Snapshot(Buffers(lambda: [model])):
-        model(torch.ones(1))
-    assert dict(model._buffers) == tensors  # by identity: a tensor's own `==` is not called for the same object
-    assert (model.written.tolist(), model.removed.tolist()) == ([0, 0], [1])
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
@@ -77,15 +49,6 @@ def test_the_buffers_of_a_compiled_script_are_restored() -> None:
     model(torch.full((1,), torch.inf))
     before.restore_nonfinite()
     assert float(model.seen) == 0
-
-
-def test_a_part_is_restored_where_it_has_become_infinite_alone() -> None:
-    value, other = torch.zeros(2), torch.zeros(2)
-    before = Snapshot(Tensors([value]), Tensors([other]))
-    before.capture()
-    value[0], other[0] = torch.nan, 1.0
-    before.restore_nonfinite()
-    assert (value.tolist(), other.tolist()) == ([0, 0], [1, 0])
 
 
 def test_state_random_states_and_objects_with_a_state_dict_come_back_more_than_once() -> None:

@@ -11,27 +11,11 @@ import torch
 from torch.nn.utils.rnn import pack_sequence
 
 from trainwright import DataError, SettingError, Window, windows
-from trainwright.core.host_reads import as_count
 from trainwright.update.window import accumulation, rows_of
 
 
 def batch(rows):
     return torch.zeros(rows, 2), torch.zeros(rows)
-
-
-def test_the_last_window_is_short_and_none_is_lost():
-    found = list(windows(iter([batch(n) for n in (3, 1, 4, 1, 5)]), 2))
-    assert [window.rows for window in found] == [[3, 1], [4, 1], [5]]
-    assert [window.is_single for window in found] == [False, False, True]
-
-
-def test_a_window_is_fetched_whole_and_the_next_only_when_it_is_asked_for():
-    fetched = []
-    given = (fetched.append(n) or batch(n) for n in range(1, 6))
-    found = windows(given, 2)
-    assert fetched == []
-    next(found)
-    assert fetched == [1, 2]
 
 
 def test_counts_are_taken_of_host_batches_before_they_are_moved():
@@ -61,18 +45,6 @@ def run(window, counts):
     return divisors, window.missing_factor
 
 
-def test_known_counts_are_divided_by_their_sum_and_no_factor_is_missing():
-    window = Window([0, 0, 0], [4, 4, 4], counts=[3, 0, 1])
-    assert run(window, window.counts) == ([4, 4, 4], 1.0)
-
-
-@pytest.mark.parametrize("counts", [[5, 1, 3], [0, 2, 7], [0.5, 0.25, 2.0]])
-def test_the_divisor_over_the_missing_factor_is_the_total(counts):
-    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts)
-    assert len(set(divisors)) == 1
-    assert divisors[0] / missing == pytest.approx(sum(counts), rel=1e-15)
-
-
 def test_shares_are_counts_over_the_whole_and_add_up_to_one():
     assert Window([0, 0], [3, 5]).shares == [3 / 8, 5 / 8]
     assert Window([0, 0, 0], [4, 4, 4], counts=[3, 0, 1]).shares == [0.75, 0.0, 0.25]
@@ -83,42 +55,6 @@ def test_shares_are_counts_over_the_whole_and_add_up_to_one():
 
 def test_windows_of_something_that_can_be_iterated_again_end_with_its_pass():
     assert [len(window) for window in islice(windows([batch(2)] * 5, 2), 9)] == [2, 2, 1]
-
-
-def test_counts_that_are_rows_miss_no_factor():
-    assert run(Window([0, 0], [3, 5]), [3, 5]) == ([8, 8], 1.0)
-
-
-def test_tensor_counts_are_divided_in_float64():
-    counts = [torch.tensor(n, dtype=torch.float64) for n in (3, 4, 4)]
-    divisors, missing = run(Window([0, 0, 0], [8, 8, 8]), counts)
-    assert missing.dtype == torch.float64 and float(divisors[0] / missing) == pytest.approx(11, rel=1e-15)
-    there = as_count(torch.ones((), dtype=torch.int64, device="meta"))
-    assert isinstance(there, torch.Tensor) and there.dtype == torch.float64
-    assert as_count(torch.tensor(7)) == as_count(7) == 7
-
-
-@pytest.mark.parametrize("counts", [[0, 0], [torch.tensor(0), torch.tensor(0)]])
-@pytest.mark.parametrize("own", [True, False])
-def test_a_window_that_counts_nothing_misses_no_factor_and_divides_by_more_than_0(counts, own):
-    divisors, missing = run(Window([0, 0], [3, 5], counts=None if own else counts), counts)
-    assert float(missing) == 1.0 and all(float(divisor) > 0 for divisor in divisors)
-
-
-def test_a_count_of_the_steps_own_after_a_known_one_is_made_up_for():
-    window = Window([0, 0], [3, 5], counts=[2, 2])
-    window.position = 0
-    base = 1 / window.weight(2, is_sum=True)
-    window.position = 1
-    assert 1 / window.weight(6, is_sum=True) == base == 4
-    assert window.missing_factor == 4 / 8
-
-
-def test_a_window_can_be_run_again():
-    window = Window([0, 0], [3, 5])
-    first = run(window, [7, 2])
-    window.restart()
-    assert window.position == -1 and run(window, [7, 2]) == first
 
 
 Pair = namedtuple("Pair", "x y")
