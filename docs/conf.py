@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
+from sphinx.addnodes import pending_xref
 from sphinx.application import Sphinx
+from sphinx.environment import BuildEnvironment
+from sphinx.transforms import SphinxTransform
 
 import trainwright
+from trainwright.core.lazy import _table
 
 project = "trainwright"
 author = "the trainwright authors"
-copyright = "the trainwright authors, Apache-2.0"  # noqa: A001
+copyright = "the trainwright authors, Apache-2.0"
 version = release = trainwright.__version__
 
 extensions = [
@@ -22,6 +28,7 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
+smartquotes = False  # "bf16" stays as it is typed
 html_theme = "furo"
 html_title = "trainwright"
 html_copy_source = False
@@ -63,5 +70,49 @@ def name_folders(app: Sphinx, docname: str, source: list[str]) -> None:
     source[0] = FOLDER.sub(named, source[0])
 
 
+def public_names() -> dict[str, str]:
+    """Return every public name with the path under which the reference documents it: at the top where it is there."""
+    packages = ["protocols", "testing", *_table("trainwright").packages]
+    tables = {f"trainwright.{package}": _table(f"trainwright.{package}") for package in packages}
+    paths = {name: f"{package}.{name}" for package, table in tables.items() for name in table.public or table.modules}
+    return paths | {name: f"trainwright.{name}" for name in trainwright.__all__}
+
+
+NAMES = public_names()
+CODE = re.compile(r"(?P<name>\w+)(?P<method>\.\w+)?(?P<call>\(.*\))?", re.S)
+
+
+class LinkNames(SphinxTransform):
+    """Makes code that names a public class or function a link to its place in the reference."""
+
+    default_priority = 400
+
+    def apply(self, **_: Any) -> None:
+        """Replace the code of one page."""
+        everything = self.env.docname == "reference/index"
+        for literal in list(self.document.findall(nodes.literal)):
+            found = CODE.fullmatch(literal.astext())
+            if found is None or found["name"] not in NAMES or isinstance(literal.parent, nodes.title | nodes.reference):
+                continue
+            if not (everything or found["call"] or found["name"][0].isupper()):
+                continue  # `accuracy` alone may be the name of a number
+            target = NAMES[found["name"]] + (found["method"] or "")
+            link = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname)
+            literal.replace_self(link)
+            link += literal
+
+
+def resolve_inner_path(app: Sphinx, env: BuildEnvironment, node: pending_xref, content: nodes.Element) -> Any:
+    """Resolve a name by the module that defines it, as annotations have it, to its public path."""
+    name = str(node.get("reftarget", "")).rpartition(".")[2]
+    if node.get("refdomain") != "py" or name not in NAMES:
+        return None
+    domain = env.get_domain("py")
+    return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", NAMES[name], node, content)
+
+
 def setup(app: Sphinx) -> None:
+    """Connect the above; Sphinx calls it."""
+    app.add_transform(LinkNames)
     app.connect("source-read", name_folders)
+    app.connect("missing-reference", resolve_inner_path)

@@ -21,7 +21,7 @@ M = TypeVar("M", bound=nn.Module)
 def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> M:
     """Stop training all parameters of `module`, or those that `pattern` selects; return the module.
 
-    `pattern` is the name of a submodule ("backbone.0") or a glob over the names of parameters ("layer1.*", "*.bias").
+    `pattern` is the name of a submodule ("backbone.0") or a glob over the names of parameters (`"layer1.*"`).
     With `norm="eval"`, norm layers with running statistics and no trained parameter, and those without parameters in
     a submodule that is now completely frozen, are in eval mode until `unfreeze`, also after `model.train()`. With
     "train" modes do not change, and the statistics are updated as before. Gradients of frozen parameters are set to
