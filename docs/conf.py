@@ -28,7 +28,7 @@ extensions = [
 ]
 exclude_patterns = ["_build"]
 
-smartquotes = False  # "bf16" stays as it is typed
+smartquotes_action = "D"  # dashes alone: "bf16" stays as it is typed
 html_theme = "furo"
 html_title = "trainwright"
 html_copy_source = False

@@ -66,17 +66,55 @@ METHODS = ("fit", "minimize", "autocast", "predict", "report", "plan", "save", "
 class Trainer(Generic[M]):
     """Trains a model: composes precision, accumulation, clipping, a schedule, early stopping and checkpoints.
 
-    `model`: any module; it is moved to `device`. `optimizer`: an Optimizer, a function `model -> Optimizer`, a torch
-    class or a partial of one, or a dict of these; None for a trainer that only evaluates and predicts. `loss`:
-    `loss(output, target)`; None where steps are overridden or the model returns its own. `metrics`: by name, functions
-    of (output, target), objects with update, compute and reset, or `Derived`. `precision`: None, "bf16", "fp16",
-    "tf32", "auto" or `MixedPrecision`. `accumulate`: micro-batches per update, or `{first epoch: micro-batches}`.
-    `clip`: a norm, `ClipNorm`, `ClipValue` or a function of the parameters; with several optimizers it and `schedule`
-    are dicts by their names. `average`: `EMA(...)` or `SWA(...)`. `frozen`: modules by name that are not trained.
-    `on_nonfinite`: "raise", "skip" or "ignore" an update whose loss or gradient is not finite. `on_error="save"`: save
-    the last complete update where your code raises; `on_oom="split"`: smaller micro-batches where memory runs out.
-    `parallel`: "auto" takes the processes that there are, `DDP(...)` and `FSDP(...)` say how; None: one. `device`:
-    "auto": the model's or the best. `console`: or False. `fast`: `Fast()`. SettingError for what cannot work together.
+    With all slots empty the loop is the plain PyTorch loop. A subclass overrides hooks, such as `training_step`.
+
+    >>> import torch
+    >>> from trainwright import Trainer
+    >>> model = torch.nn.Linear(8, 1)
+    >>> trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss(), console=False)
+    >>> result = trainer.fit((torch.randn(64, 8), torch.randn(64, 1)), epochs=2, batch_size=16)
+    >>> result.updates, result.stopped
+    (8, 'epochs=2 reached')
+
+    Args:
+        model: Any module. It is moved to `device`.
+        optimizer: An `Optimizer`, a function `model -> Optimizer`, a torch class or a partial of one, or a dict of
+            these by name. None for a trainer that only evaluates and predicts.
+        loss: A function `loss(output, target)`. None where the steps are overridden, or the model returns its own loss.
+        metrics: Metrics by name: functions of (output, target), objects with `update`, `compute` and `reset`, or
+            `Derived`.
+        precision: "bf16", "fp16", "tf32", "auto", `MixedPrecision` or a `Precision` of your own. None: as the model is.
+        accumulate: Micro-batches per update, or a dict `{first epoch: micro-batches}`.
+        clip: The largest norm, `ClipNorm`, `ClipValue` or a function of the parameters. With several optimizers a dict
+            by their names.
+        schedule: A schedule, or a function `(update, updates) -> factor of the rate`. With several optimizers a dict by
+            their names.
+        early_stopping: `EarlyStopping(...)`.
+        checkpoint: `Checkpoint(...)`.
+        average: `EMA(...)` or `SWA(...)`. The averaged weights are evaluated, saved and left in the model.
+        frozen: Modules by name that are not trained, such as a teacher. They are moved to the device, and stay in eval
+            mode.
+        on_nonfinite: What becomes of an update whose loss or gradient is not finite: "raise", "skip" or "ignore".
+        parallel: "auto" uses the processes that were started together. `DDP(...)` and `FSDP(...)` set how. None: one
+            process.
+        device: A device, or "auto": that of the model, else the best one available.
+        console: False prints nothing. A `Console` prints to its own stream.
+        observers: Observers of the run, such as `Journal(...)`.
+        on_error: "save" saves the last complete update where your code raises. It needs a `checkpoint`.
+        on_oom: "split" continues with smaller micro-batches where memory runs out.
+        fast: `Fast(...)`: compilation, memory layout, data on the device.
+
+    Attributes:
+        device: The device of the model.
+        optimizers: The optimizers by name; a single one is `optimizer`.
+        history: One dict of numbers per epoch or validation.
+        result: The `Result` of the last `fit`, or None.
+        state: A dict of your own that is saved in every checkpoint.
+        is_main: Whether this process has rank 0.
+        world: The ranks of the run: `world.rank`, `world.size`.
+
+    Raises:
+        SettingError: For settings that cannot work, alone or together.
     """
 
     @suggests
@@ -164,14 +202,30 @@ class Trainer(Generic[M]):
         resume_data: bool = True,
         resume_fresh: Sequence[str] = (),
     ) -> Result:
-        """Train until one of the ends is reached or something asks to stop; return how it went.
+        """Train until an end is reached or a stop is requested; return the result.
 
-        `train`, `val`: `batches(...)`, a DataLoader, a Dataset, array or tuple of arrays (then with `batch_size`),
-        an iterable of batches, or a function of the epoch. At least one of `epochs`, `max_updates`, `max_seconds`
-        ends it; `epoch_updates` cuts an endless stream into epochs. `validate` says when `val` is evaluated, besides
-        at the end. `resume`: "auto" continues from the newest checkpoint, a path from that one; `resume_data=False`:
-        with other data; `resume_fresh=("schedule", "average")` starts the named parts anew. A signal ends it after the
-        current update and a save: KeyboardInterrupt, or Stopped.
+        At least one of `epochs`, `max_updates` and `max_seconds` is required.
+
+        Args:
+            train: `batches(...)`, a `DataLoader`, a `Dataset`, an array or a tuple of arrays (these two with
+                `batch_size`), an iterable of batches, or a function `epoch -> one of these`.
+            val: Validation data of the same forms, or a dict of several sets.
+            epochs: End after so many passes over the training data.
+            max_updates: End after so many applied updates.
+            max_seconds: End after so many seconds of wall-clock time.
+            epoch_updates: Updates per epoch, for an endless stream.
+            batch_size: Rows per batch, for arrays and data sets.
+            validate: When `val` is evaluated, as a duration. It is evaluated at the end in any case.
+            resume: "auto" continues from the newest checkpoint, if there is one. A path continues from that checkpoint.
+            resume_data: False resumes with other data: the epoch begins anew.
+            resume_fresh: Parts that start anew, such as `("schedule", "average")`.
+
+        Raises:
+            SettingError: Before the first update, for settings that cannot work together.
+            DataError: For data that cannot be trained on.
+            NonFiniteError: For a loss or gradient that is not finite, unless `on_nonfinite` says otherwise.
+            CheckpointError: For a checkpoint that cannot be resumed, or where the save at the end fails.
+            Stopped: After SIGTERM or SIGUSR1: the current update is completed and saved. Ctrl-C: `KeyboardInterrupt`.
         """
         # Imported at its first call, as the rest of a run's machinery: `import trainwright` stays cheap.
         from trainwright.fit.context import FitContext
@@ -200,13 +254,24 @@ class Trainer(Generic[M]):
         return self.result
 
     def update(self, window: Window) -> Any:
-        """Make one optimizer update of one window of micro-batches; return the loss, a dict of numbers, or None."""
+        """Make one optimizer update from one window of micro-batches. Override it for GANs, SAM, L-BFGS.
+
+        Args:
+            window: The micro-batches of the update.
+
+        Returns:
+            The loss, a dict of numbers, or None.
+        """
         loss = self.compute_gradients(window)
         self.apply_gradients()
         return loss
 
     def compute_gradients(self, window: Window) -> Tensor:
-        """Zero the gradients, run every micro-batch forward and backward with its weight; return the window's loss."""
+        """Zero the gradients; run every micro-batch forward and backward with its weight; return the window's loss.
+
+        Args:
+            window: The micro-batches of the update.
+        """
         run, strategy, tracker = self._run, self._run.strategy, self._tracker
         run.gradients.zero()
         if window.begun:
@@ -224,13 +289,18 @@ class Trainer(Generic[M]):
         return loss
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
-        """Unscale the gradients and flag NaN or inf in one pass, measure and clip, check, step.
+        """Unscale the gradients, measure and clip them, check for NaN and inf, and step.
 
-        `strategy.check` decides by the flag, the loss and the norms. Returns whether the update was applied; under a
-        deferred check True, and the kernels leave the step out by the flag.
+        NaN and inf are flagged in the pass that unscales. Under a deferred check the kernels themselves leave the step
+        out by that flag.
 
-        `name` chooses one of several optimizers. `closure` is for optimizers that evaluate the loss themselves, as
-        LBFGS does: `apply_gradients(closure=lambda: self.compute_gradients(window))`.
+        Args:
+            name: The name of one of several optimizers. None: all of them.
+            closure: For optimizers that evaluate the loss themselves, as L-BFGS does: `apply_gradients(closure=lambda:
+                self.compute_gradients(window))`.
+
+        Returns:
+            Whether the update was applied. Under a deferred check always True.
         """
         run = self._run
         if closure is not None:
@@ -247,9 +317,14 @@ class Trainer(Generic[M]):
         return applied
 
     def minimize(self, loss: Any, name: str | None = None) -> bool:
-        """Zero the gradients of one optimizer, run `loss` backward and apply: what an `update` of GANs does twice.
+        """Zero the gradients of one optimizer, run `loss` backward, and apply: one of the two updates of a GAN.
 
-        `loss` is whatever a step may return; a tensor counts the window's rows. Returns whether it was applied.
+        Args:
+            loss: Anything that a step may return. A tensor counts the window's rows.
+            name: The name of one of several optimizers.
+
+        Returns:
+            Whether the update was applied.
         """
         run = self._run
         run.strategy.status.minimizing = manual_optimization.backward_of(run, loss, name)
@@ -330,9 +405,12 @@ class Trainer(Generic[M]):
 
     @suggests
     def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:
-        """Return exact means over all rows of `data` as `<name>_loss` and so on; leaves no trace.
+        """Return exact means over all rows of `data`; leaves no trace.
 
-        A dict of several sets gives `<name>_<key>_loss` for each.
+        Args:
+            data: Data of any form that `fit` takes. A dict of several sets gives `<name>_<key>_loss` for each.
+            name: The prefix of the numbers: `val_loss`, `val_accuracy`.
+            batch_size: Rows per batch, for arrays and data sets.
         """
         from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
         from trainwright.fit import opening
@@ -341,7 +419,12 @@ class Trainer(Generic[M]):
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
-        """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace."""
+        """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace.
+
+        Args:
+            data: Data of any form that `fit` takes.
+            batch_size: Rows per batch, for arrays and data sets.
+        """
         from trainwright.evaluation.predictions import predict
         from trainwright.fit import opening
 
@@ -351,7 +434,15 @@ class Trainer(Generic[M]):
     def report(
         self, data: Any, *, kind: Asked = "auto", names: Sequence[str] | None = None, batch_size: int | None = None
     ) -> Report:
-        """Return scikit-learn's report on classes ("classes"), or R2, MAE and RMSE ("values"), over all rows."""
+        """Return a report over all rows of `data`; leaves no trace.
+
+        Args:
+            data: Data of any form that `fit` takes, with targets.
+            kind: "classes": scikit-learn's classification report. "values": R2, MAE and RMSE. "auto" chooses by the
+                outputs.
+            names: Names of the classes, or of the columns.
+            batch_size: Rows per batch, for arrays and data sets.
+        """
         from trainwright.evaluation.reports import report
         from trainwright.fit import opening
 
@@ -369,7 +460,17 @@ class Trainer(Generic[M]):
         epoch_updates: int | None = None,
         batch_size: int | None = None,
     ) -> Plan:
-        """Return the arithmetic of such a `fit`, without doing any of it; contradictions in it are raised."""
+        """Return the arithmetic of a `fit` with these arguments, without running it; contradictions are raised.
+
+        Args:
+            train: Training data, as for `fit`.
+            val: Validation data, as for `fit`.
+            epochs: As for `fit`.
+            max_updates: As for `fit`.
+            max_seconds: As for `fit`.
+            epoch_updates: As for `fit`.
+            batch_size: As for `fit`.
+        """
         from trainwright.fit import opening
         from trainwright.schedules.bound import bind_schedules
 
@@ -383,7 +484,13 @@ class Trainer(Generic[M]):
         return planned
 
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
-        """Report a number from inside a step; its mean is weighted by `count`, by default the batch's."""
+        """Report a number from inside a step.
+
+        Args:
+            name: Its name in the history, the journal and the loggers.
+            value: The number, or a tensor with one element, which is read when the epoch ends.
+            count: The weight of its mean. None: the rows of the batch.
+        """
         self._tracker.log(name, value, count)
 
     def autocast(self) -> AbstractContextManager[Any]:
@@ -404,9 +511,13 @@ class Trainer(Generic[M]):
 
     @suggests
     def save_weights(self, path: str | Path) -> None:
-        """Write the model's weights to one safetensors file: CPU tensors, plain keys. For all ranks, which wait for it.
+        """Write the model's weights to one safetensors file: CPU tensors, plain keys. To be called on all ranks.
 
-        CheckpointError on all of them where it cannot be written.
+        Args:
+            path: The file. It is complete or absent.
+
+        Raises:
+            CheckpointError: On all ranks, where it cannot be written.
         """
         from trainwright.fit.result import write_weights
 
