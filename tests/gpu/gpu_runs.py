@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright import MixedPrecision, Observer, OneCycle, StepLR, Trainer, Updates
-from trainwright.update import finite_check
+from trainwright.update import deferred_check
 
 UPDATES = 50
 SIZE, FEATURES, CLASSES = 16, 20, 5
@@ -189,7 +189,7 @@ def precision_of(case: Case) -> Any:
 def checked_at_once() -> Iterator[None]:
     """Have runs inside read the numbers of each update before its step, as on the CPU."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(finite_check, "ASYNC_DEVICES", set())
+        patch.setattr(deferred_check, "ASYNC_DEVICES", set())
         yield
 
 

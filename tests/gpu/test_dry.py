@@ -32,7 +32,7 @@ from steady import ALLOCATES, LAUNCHES, WAITS, blocked, calls_in, counting_memor
 from torch import nn
 
 from trainwright import Checkpoint, Trainer, Updates, accuracy
-from trainwright.update import finite_check
+from trainwright.update import deferred_check
 
 pytestmark = pytest.mark.slow
 
@@ -54,12 +54,12 @@ def test_every_case_has_the_weights_of_the_loop_by_hand() -> None:
     ids=str,
 )  # fmt: skip
 def test_a_deferred_check_is_an_immediate_one(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite_check, "ASYNC_DEVICES", {"cpu"})
+    monkeypatch.setattr(deferred_check, "ASYNC_DEVICES", {"cpu"})
     same_cuda.test_a_deferred_check_is_an_immediate_one_is_the_loop_by_hand(case, CPU)
 
 
 def test_evaluations_noise_and_changes_between_updates_that_are_checked_later(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(finite_check, "ASYNC_DEVICES", {"cpu"})
+    monkeypatch.setattr(deferred_check, "ASYNC_DEVICES", {"cpu"})
     same_cuda.test_dropout_and_batchnorm_advance_as_in_the_loop_by_hand("rows", "four", None, CPU)
     same_cuda.test_evaluations_between_updates_see_the_weights_of_their_time("metrics", CPU)
     same_cuda.test_what_a_step_logs_is_in_the_record_of_its_update(CPU)
@@ -131,7 +131,7 @@ def test_calls_are_counted_between_the_marks_and_in_the_threads_that_compute() -
 @pytest.mark.parametrize("micro_batches", ["one", "four"])
 def test_overflows_are_those_of_torchs_scale(micro_batches: str, late: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if late:
-        monkeypatch.setattr(finite_check, "ASYNC_DEVICES", {"cpu"})
+        monkeypatch.setattr(deferred_check, "ASYNC_DEVICES", {"cpu"})
     trainer, data, model, scales = silence.overflowing(CPU, micro_batches=micro_batches)
     fitted(trainer, data, updates=1000, epochs=1)
     silence.check_overflows(trainer, model, scales)
@@ -180,7 +180,7 @@ def test_a_worker_feeds() -> None:
 @pytest.mark.parametrize("kind", fast.LATE)
 def test_late_errors(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(finite_check, "ASYNC_DEVICES", {"cpu"})
+        patch.setattr(deferred_check, "ASYNC_DEVICES", {"cpu"})
         late, said_late = fast.refused(fast.LATE[kind], CPU, 6, build=fast.noisy_net)
     at_once, said = fast.refused(fast.LATE[kind], CPU, 6, build=fast.noisy_net)
     assert said == said_late

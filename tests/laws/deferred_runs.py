@@ -10,14 +10,14 @@ import torch
 from torch import nn
 
 from trainwright import Observer, Trainer
-from trainwright.update import finite_check
+from trainwright.update import deferred_check
 
 ROWS, SIZE = 22, 4
 
 
 def defer_on_cpu(patch: pytest.MonkeyPatch) -> None:
     """Defer the check of updates on the CPU too."""
-    patch.setattr(finite_check, "ASYNC_DEVICES", {"cpu", "meta", "cuda"})
+    patch.setattr(deferred_check, "ASYNC_DEVICES", {"cpu", "meta", "cuda"})
 
 
 def data(seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -18,7 +18,7 @@ from trainwright.optim import gradients
 from trainwright.optim.gradients import Gradients
 from trainwright.precision import LossScaler
 from trainwright.schedules.table import TableSchedule
-from trainwright.update import batches, finite_check, loss_tracker, nonfinite_policy, strategy, window
+from trainwright.update import batches, loss_tracker, nonfinite_policy, strategy, window
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.losses import KnownLoss
 from trainwright.update.strategy import UpdateStrategy
@@ -107,7 +107,7 @@ def unscales_after_clipping(patch):
 
 
 def applies_an_overflow(patch):
-    without(patch, finite_check, "apply_policy", True)
+    without(patch, UpdateStrategy, "apply_policy", True)
 
 
 def counts_a_skipped_update(patch):
@@ -124,9 +124,9 @@ def scale_is_never_adapted(patch):
 def an_overflow_puts_statistics_back(patch):
     around(
         patch,
-        finite_check,
+        UpdateStrategy,
         "apply_policy",
-        after=lambda self, *_, **__: self.snapshot and self.snapshot.restore(),
+        after=lambda self, *_, **__: self._run.snapshot and self._run.snapshot.restore(),
     )
 
 

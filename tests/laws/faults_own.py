@@ -13,8 +13,7 @@ from trainwright.fit import run
 from trainwright.fit.run import Run
 from trainwright.optim.gradients import Gradients
 from trainwright.schedules.table import TableSchedule
-from trainwright.update import batches, finite_check, loss_tracker, manual_optimization
-from trainwright.update.finite_check import ImmediateCheck
+from trainwright.update import batches, loss_tracker, manual_optimization
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.optimizer_steps import OptimizerStep, OptimizerSteps
 from trainwright.update.snapshot import Buffers, Tensors, UserState
@@ -142,9 +141,9 @@ def statistics_stay_as_a_bad_window_left_them(patch):
 
 def the_error_names_the_update_before(patch):
     def before(self, *_, **__):
-        self.counters.updates -= 1
+        self._run.counters.updates -= 1
 
-    around(patch, finite_check, "apply_policy", before=before)
+    around(patch, UpdateStrategy, "apply_policy", before=before)
 
 
 # Several optimizers.
@@ -167,14 +166,14 @@ def a_name_is_ignored(patch):
 
 
 def each_step_counts_as_an_update(patch):
-    whole = ImmediateCheck.check
+    whole = UpdateStrategy.check
 
     def check(self, found_inf, chosen):
         applied = whole(self, found_inf, chosen)
         self._run.counters.updates += applied and chosen.steps[0].name == "D"
         return applied
 
-    patch.setattr(ImmediateCheck, "check", check)
+    patch.setattr(UpdateStrategy, "check", check)
 
 
 def only_the_first_schedule_is_applied(patch):
@@ -235,12 +234,12 @@ def named_losses_are_told_as_their_sum(patch):
 
 
 def one_that_is_held_back_holds_back_all(patch):
-    whole = ImmediateCheck.check
+    whole = UpdateStrategy.check
 
     def check(self, found_inf, chosen):
         return whole(self, found_inf, chosen) and not self.status.overflowed
 
-    patch.setattr(ImmediateCheck, "check", check)
+    patch.setattr(UpdateStrategy, "check", check)
 
 
 def one_that_is_held_back_is_no_update(patch):
@@ -252,7 +251,7 @@ def one_that_is_held_back_is_no_update(patch):
 
 
 def a_loss_that_is_bad_is_not_looked_at(patch):
-    whole = ImmediateCheck.check
+    whole = UpdateStrategy.check
 
     def check(self, found_inf, chosen):
         status = self.status
@@ -264,7 +263,7 @@ def a_loss_that_is_bad_is_not_looked_at(patch):
             chosen.gradients.lower_flags()
         return whole(self, found_inf, chosen)
 
-    patch.setattr(ImmediateCheck, "check", check)
+    patch.setattr(UpdateStrategy, "check", check)
 
 
 def only_the_first_optimizer_is_loaded(patch):
@@ -279,21 +278,21 @@ def an_average_is_taken_at_each_step(patch):
     def take(self, *_):
         self._run.average.take(self._run.counters.updates)
 
-    around(patch, ImmediateCheck, "check", before=take)
+    around(patch, UpdateStrategy, "check", before=take)
 
 
 # Scale, steps by hand, numbers.
 
 
 def the_scale_adapts_at_each_step(patch):
-    around(patch, ImmediateCheck, "check", after=lambda self, *_: self.scaler.adapt(self.status.overflowed))
+    around(patch, UpdateStrategy, "check", after=lambda self, *_: self.scaler.adapt(self.status.overflowed))
 
 
 def the_last_step_decides_on_the_scale(patch):
     def forget(self, *_):
         self.status.overflowed = None
 
-    around(patch, ImmediateCheck, "check", before=forget)
+    around(patch, UpdateStrategy, "check", before=forget)
 
 
 def a_flag_is_never_lowered(patch):
@@ -301,7 +300,7 @@ def a_flag_is_never_lowered(patch):
 
 
 def a_backward_by_hand_is_unscaled(patch):
-    around(patch, ImmediateCheck, "check", before=lambda self, *_: setattr(self.status, "is_scaled", True))
+    around(patch, UpdateStrategy, "check", before=lambda self, *_: setattr(self.status, "is_scaled", True))
 
 
 def a_scaled_minimize_speaks_for_the_update(patch):
@@ -315,7 +314,7 @@ def a_scaled_minimize_speaks_for_the_update(patch):
 
 
 def an_unjudged_step_is_let_pass(patch):
-    without(patch, ImmediateCheck, "adapt_scale")
+    without(patch, UpdateStrategy, "adapt_scale")
 
 
 def steps_by_hand_are_not_noticed(patch):

@@ -11,7 +11,7 @@ Files in reading order:
 
 By default on CUDA: batches are copied ahead (`transfer`), optimizers that the Trainer makes have fused kernels, cuDNN
 times its convolutions, data in memory is copied to the device if it takes at most a quarter of the free memory, and
-checks are read later (`update/finite_check.py::why_immediate`); channels-last under bf16 or fp16 alone. On the CPU:
+checks are read later (`update/deferred_check.py::why_immediate`); channels-last under bf16 or fp16 alone. On the CPU:
 fused kernels. Never by default: autocast, TF32, compiling.
 
 Promises: results are those of the plain path, but for the order of floating-point additions; after `fit` every module

@@ -13,8 +13,7 @@ from trainwright.acceleration import layout
 from trainwright.acceleration.device_dataset import place_data
 from trainwright.core.torch_private import nll_total_weight
 from trainwright.data.source import Source
-from trainwright.update import finite_check
-from trainwright.update.deferred_check import AHEAD
+from trainwright.update import deferred_check
 from trainwright.update.losses import CountObserver, counted_outside_graphs
 from trainwright.update.trainer_like import TrainerLike
 
@@ -62,11 +61,11 @@ def fast_path(trainer: TrainerLike) -> str:
     if why is None:  # before the first run no schedule is bound
         scaler = None if trainer.precision is None else trainer.precision.loss_scale(trainer.device.type)
         checks = trainer.on_nonfinite != "ignore" or scaler is not None
-        why = finite_check.why_immediate(trainer, checks=checks, scaler=scaler, schedules=None)
+        why = deferred_check.why_immediate(trainer, checks=checks, scaler=scaler, schedules=None)
     reads = "one read per update, of loss, flag and norm together: " + "; ".join(why)
     if not why:
-        reads = f"nothing is read before its time, which is up to {AHEAD} updates later"
-    elif trainer.device.type not in finite_check.ASYNC_DEVICES:
+        reads = f"nothing is read before its time, which is up to {deferred_check.AHEAD} updates later"
+    elif trainer.device.type not in deferred_check.ASYNC_DEVICES:
         reads = "its numbers are read at once, which waits for nothing"
     compiled = trainer._record.path.compiled
     how = "eager" if compiled is None else f"compiled ({compiled})"

@@ -28,7 +28,7 @@ from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import check_weights
 from trainwright.schedules.bound import bind_schedules
 from trainwright.update import nonfinite_policy
-from trainwright.update.finite_check import ImmediateCheck, why_immediate
+from trainwright.update.deferred_check import DeferredCheck, DeferredSkip, why_immediate
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.manual_optimization import ManualUpdate
 from trainwright.update.nonfinite_policy import PATIENCE, NonFiniteOrigin
@@ -156,8 +156,7 @@ class Run:
         self.signals.check()
         self.begin_epoch(counters.epoch)
         if self.rank_sync is not None and self.trainer._hooks.begin_epoch is not None:
-            asked = self.rank_sync.join().stop  # all ranks have the hook, or none
-            if asked:
+            if asked := self.rank_sync.join().stop:  # all ranks have the hook, or none
                 self.stop_now(asked)
         self.at_boundary = counters.stopped != "" and not self.at_epoch_end
         return iter(()) if self.at_boundary else self._windows(self._open_epoch())
@@ -238,7 +237,7 @@ class Run:
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=status.applied is not None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Run the user's `begin_epoch`, once for each epoch; find the layers again, which user code may have changed."""
+        """Run the user's `begin_epoch`, once for each epoch; find the layers again, which user code may change."""
         hooks = self.trainer._hooks
         if self._begun == epoch:
             return
@@ -361,8 +360,10 @@ def choose_strategy(run: Run) -> UpdateStrategy:
         from trainwright.update.distributed_check import DistributedCheck
 
         return DistributedCheck(run, update)
-    choose = ImmediateCheck if path.why_immediate else _deferred_check(run)
-    return choose(run, update)
+    if path.why_immediate:
+        return UpdateStrategy(run, update)
+    may_skip = run.scaler is not None or trainer.on_nonfinite == "skip"
+    return DeferredSkip(run, update) if may_skip else DeferredCheck(run, update)
 
 
 def _split_update(run: Run) -> Any:
@@ -371,10 +372,3 @@ def _split_update(run: Run) -> Any:
 
     run.trainer._record.path.splits = splitter = WindowSplitter(run)
     return splitter.update
-
-
-def _deferred_check(run: Run) -> type[UpdateStrategy]:
-    """Return the strategy that lets the device check its updates: with skips, where any may be skipped."""
-    from trainwright.update.deferred_check import DeferredCheck, DeferredSkip
-
-    return DeferredSkip if run.scaler is not None or run.trainer.on_nonfinite == "skip" else DeferredCheck

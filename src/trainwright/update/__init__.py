@@ -4,9 +4,9 @@ In order of a call, from `Trainer.update`:
 
 - `window`: `Window` groups the micro-batches; `Window.weight` computes the weight of each loss, count / total.
 - `strategy`: `UpdateStrategy`, the object that a run calls for each stage of an update. `fit/run.py::choose_strategy`
-  makes one before the first update: `ImmediateCheck` (the CPU, and whatever must know at once), `DeferredCheck` (CUDA
-  with fused optimizers) or `DistributedCheck` (several ranks: an `ImmediateCheck` after the
-  all-reduce, and `ShardedWindow`, its part of a window; with `per_rank_state`).
+  makes one before the first update: this one (the CPU, and whatever must know at once), `DeferredCheck` (CUDA with
+  fused optimizers) or `DistributedCheck` (several ranks: it averages gradients first, and `ShardedWindow` is its part
+  of a window; with `per_rank_state`).
 - `trainer_like`: what a run reads of its Trainer, and which methods the user overrides.
 - `batches`: the default step: batch -> inputs and target -> output -> loss.
 - `loss_tracker`: `LossTracker.backward_args` turns the return of a step into a recorded number and the arguments of
@@ -15,7 +15,7 @@ In order of a call, from `Trainer.update`:
 - `UpdateStrategy.finish_backward`, after the last `backward`: all-reduces the gradients (`distributed_check`), finds
   the factor that they lack. `unscale_and_check` applies it in the pass that flags NaN and inf (`optim/gradients.py`).
 - `optimizer_steps`: norm, clip and step of each optimizer. `manual_optimization`: `minimize`, closures, own updates.
-- `finite_check`: `check` reads loss, flag and norms before the step. `nonfinite_policy`: what a NaN leads to.
+- `UpdateStrategy.check` reads loss, flag and norms before the step. `nonfinite_policy`: what a NaN leads to.
   `deferred_check`: the same decided on the device, and read by the host some updates later.
 - `snapshot`: copies from before the update, which `fit/run.py::Run.finish_update` restores if it is not applied.
   `reporter`: the record of the update.

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from math import nan
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from trainwright.core import host_reads
 from trainwright.core.device import widest_float
 from trainwright.core.records import Update
-from trainwright.core.torch_private import update_scale
-from trainwright.optim.fused import ready_to_mask
+from trainwright.core.torch_private import buffer_dict, update_scale
+from trainwright.core.trees import inside
+from trainwright.modules.modes import running_statistics
+from trainwright.optim.fused import ready_to_mask, why_not_masked
 from trainwright.optim.named import ONLY
 from trainwright.precision.base import LossScale
 from trainwright.precision.mixed_precision import LossScaler
+from trainwright.schedules.bound import BoundSchedule
 from trainwright.schedules.table import TableSchedule
 from trainwright.update import nonfinite_policy
 from trainwright.update.nonfinite_policy import PATIENCE, Policy
@@ -31,12 +34,15 @@ from trainwright.update.window import Window
 if TYPE_CHECKING:
     from trainwright.fit.run import Run
     from trainwright.optim.gradients import Gradients
+    from trainwright.update.trainer_like import TrainerLike
 
 
 AHEAD = 3
 """Updates that may be queued on the device before the host waits for the oldest of them."""
 ROWS = 512
 """Rows of a table of rates that are on the device at a time."""
+ASYNC_DEVICES = {"cuda", "meta"}
+"""The kinds of devices where a read waits for the kernels before it."""
 
 
 class DeviceScale(LossScale):
@@ -289,11 +295,11 @@ class DeferredCheck(UpdateStrategy):
     three updates late: everything is as it was before the update that it names.
     """
 
-    reports = True
     updates_ahead = AHEAD
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
+        self.reports = True
         self._reads = AsyncReads(run.trainer.device)
         self._found_inf: Tensor | None = None
         """The flag of the update in progress; None where nothing is checked."""
@@ -352,6 +358,9 @@ class DeferredCheck(UpdateStrategy):
     def check_on_device(self, found_inf: Tensor, gradients: Gradients, *, norms: list[Tensor]) -> None:
         """Raise the flag where the loss or a norm is not finite; that of the gradients is raised already."""
         gradients.check_too([*self._run.tracker.losses, *norms])
+
+    def adapt_scale(self, scaler: LossScale) -> None:
+        """No-op: the device adapts the loss scale, with its verdict."""
 
     def report(self, window: Window) -> None:
         """Send the numbers of this update to the host, and report those updates whose numbers have arrived.
@@ -452,11 +461,14 @@ class DeferredSkip(DeferredCheck):
     does not know yet as applied, and corrects that when its numbers arrive.
     """
 
+    scaler: DeviceScale | None
+    """The loss scale, on the device; None without one."""
+
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
         device = run.trainer.device
-        self.scaler = scale = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
-        self._verdict = DeviceVerdict(run.trainer.on_nonfinite, device, scale)
+        self.scaler = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
+        self._verdict = DeviceVerdict(run.trainer.on_nonfinite, device, self.scaler)
         self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)
         schedule = run.schedules.get(ONLY)
         self._lr_table = DeviceLRTable(schedule, device) if isinstance(schedule, TableSchedule) else None
@@ -503,8 +515,8 @@ class DeferredSkip(DeferredCheck):
 
     def flags(self) -> list[float | Tensor]:
         """Return whether the update in progress ends the run, whether it is left out, and the scale of the next one."""
-        read = self.scaler is not None and self.reporter.is_needed
-        return [self._verdict.ends_run, self._verdict.left_out, self.scaler.scale if read else 0.0]
+        scale = self.scaler.scale if self.scaler is not None and self.reporter.is_needed else 0.0
+        return [self._verdict.ends_run, self._verdict.left_out, scale]
 
     def flush(self) -> None:
         """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
@@ -534,3 +546,66 @@ class DeferredSkip(DeferredCheck):
 
 def _detached(value: float | Tensor) -> float | Tensor:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+def why_immediate(
+    trainer: TrainerLike, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
+) -> tuple[str, ...]:
+    """Say why the numbers of each update must be read before its step; empty where the check may be deferred.
+
+    `checks`: whether anything is checked. `scaler`: the loss scale. `schedules`: the bound schedules by name, if
+    any is bound.
+    """
+    if trainer.device.type not in ASYNC_DEVICES:
+        return ("a read waits for nothing here",)
+    return tuple(_why_not_deferred(trainer, checks=checks, scaler=scaler, schedules=schedules))
+
+
+def _why_not_deferred(
+    trainer: TrainerLike, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
+) -> list[str]:
+    """Return the settings for which a device that works asynchronously must be read before each step."""
+    hooks, why = trainer._hooks, list[str]()
+    if trainer.world.size > 1:
+        why.append("the ranks check an update together")
+    if trainer.on_error == "save":
+        why.append('on_error="save" saves the update before an error')
+    if hooks.overrides_update or hooks.overrides_compute_gradients:
+        why.append("an `update` of your own reads what it has done")
+    follows = trainer.precision is not None and trainer.precision.follows_updates
+    if checks and (follows or hooks.after_update is not None):
+        why.append("`after_update` runs after applied updates alone")
+    if checks:
+        why += [reason for one in trainer.optimizers.values() if (reason := why_not_masked(one))]
+    if scaler is not None or trainer.on_nonfinite == "skip":
+        why += _why_skips_are_not_deferred(trainer, scaler, schedules)
+    return why
+
+
+def _why_skips_are_not_deferred(
+    trainer: TrainerLike, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
+) -> Iterator[str]:
+    """Yield why the host must know at once that an update is skipped, by the loss scale or by "skip"."""
+    hooks, skips = trainer._hooks, trainer.on_nonfinite == "skip"
+    if scaler is not None and type(scaler) is not LossScaler:
+        yield "a loss scale of your own"
+    if trainer.average is not None:
+        yield "an average is taken of applied updates alone"
+    if running_statistics(trainer.model):
+        yield "BatchNorm statistics are restored with an update that is skipped"
+    elif skips and has_buffers(trainer):
+        yield "buffers are restored with an update that is skipped"
+    if skips and (hooks.overrides_training_step or trainer.state):
+        yield '"skip" restores `self.state`'
+    plain = all(
+        name == ONLY and type(one) is TableSchedule and not one.cycles for name, one in (schedules or {}).items()
+    )
+    if not plain:
+        yield "the schedule sets more than rates, or has a state of its own"
+
+
+def has_buffers(trainer: TrainerLike) -> bool:
+    """Whether the model or the loss has any buffer."""
+    roots = [one for one in (trainer.model, trainer.loss) if isinstance(one, nn.Module)]
+    modules = (module for root in roots for module in inside(root))
+    return any(tensor is not None for module in modules for tensor in buffer_dict(module).values())

@@ -23,9 +23,9 @@ from trainwright.distributed.gradient_averaging import GradientBuckets, fingerpr
 from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import Group, World
 from trainwright.modules.modes import running_statistics
-from trainwright.update.finite_check import ImmediateCheck
 from trainwright.update.loss_tracker import BackwardArgs
 from trainwright.update.losses import StepLoss
+from trainwright.update.strategy import UpdateStrategy
 from trainwright.update.window import Move, Window, weighted_value
 
 if TYPE_CHECKING:
@@ -179,7 +179,7 @@ def _dummy(group: list[Slice], last: Slice | None, *, world: World, some_have_no
 _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 
 
-class DistributedCheck(ImmediateCheck):
+class DistributedCheck(UpdateStrategy):
     """Makes the updates of a run of several ranks.
 
     The default update runs the step under torch's DDP, which averages gradients during `backward`. An `update` of the
@@ -294,7 +294,7 @@ class DistributedCheck(ImmediateCheck):
         grad_tensor = self._trainer._tracker.grad_tensor(returned[0], self._weight)
         return returned, (grad_tensor, None)[: len(returned)]
 
-    def all_reduce_gradients(self, window: Window) -> None:
+    def finish_backward(self, window: Window) -> Any:
         """Average the gradients of the window over the ranks, unless DDP has done so in `backward`; read its count."""
         module = self._module
         assert module is not None
@@ -319,6 +319,7 @@ class DistributedCheck(ImmediateCheck):
         if not self._is_default:
             self._mark(self._run.gradients.parameters)
         self._read_stats(stats)
+        return super().finish_backward(window)
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
         """Return the weight of a loss of this rank's complete window."""

@@ -15,7 +15,7 @@ all; the flag of sharded gradients is the largest of all ranks; the loss is that
 (`DistributedCheck.may_step`). The deferred check (`deferred_check`) reaches the same verdict on the device, and the
 host learns of it up to three updates later.
 
-`finite_check.ImmediateCheck` asks `verdict_of` before the step; `deferred_check.DeviceVerdict` does on the device.
+`strategy.UpdateStrategy` asks `verdict_of` before the step; `deferred_check.DeviceVerdict` does on the device.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""How the updates of a run are made: the base class of the immediate and of the deferred check."""
+"""How the updates of a run are made: gradients are completed, unscaled and checked; what is not finite is refused."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
@@ -11,6 +12,7 @@ from torch.optim import Optimizer
 
 from trainwright.core.records import Count
 from trainwright.precision.base import LossScale
+from trainwright.update import nonfinite_policy
 from trainwright.update.reporter import UpdateReporter
 from trainwright.update.running_means import Term
 from trainwright.update.window import Move, Window, windows
@@ -53,12 +55,13 @@ class UpdateStatus:
 class UpdateStrategy:
     """How the updates of a run are made. A run has one, chosen before its first update.
 
+    This one reads loss, gradients and norms before each step, in one read, and applies the policy to them.
+    `DeferredCheck` leaves the check to the device, and `DistributedCheck` averages over the ranks first.
+
     `update`: makes the update of a window; the trainer's own method, or one around it that splits windows after an
     out-of-memory error.
     """
 
-    reports = False
-    """Whether `report` does anything."""
     updates_ahead = 0
     """Updates that may have been made since the one whose numbers were read last."""
     counted: Count | None = None
@@ -77,6 +80,8 @@ class UpdateStrategy:
         self.scaler: LossScale | None = run.scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.trainer, run.optimizer_steps)
+        self.reports = self.reporter.is_needed
+        """Whether `report` does anything."""
         self.status = UpdateStatus()
         """The status of the update in progress."""
         self._run = run
@@ -106,7 +111,6 @@ class UpdateStrategy:
         """
         run = self._run
         loss = run.tracker.window_loss
-        self.all_reduce_gradients(window)
         missing = self.pending_factor = window.missing_factor
         if self.scaler is not None:
             self.pending_factor = missing * self.scaler.inv_scale()
@@ -114,9 +118,6 @@ class UpdateStrategy:
         if run.trainer._hooks.overrides_update:
             self.unscale_and_check(run.gradients)
         return None if loss is None else self.complete_loss(loss, missing)
-
-    def all_reduce_gradients(self, window: Window) -> None:
-        """Average the gradients over the ranks, where `backward` has not; no-op for one process."""
 
     def complete_loss(self, loss: Tensor, factor: Count) -> Tensor:
         """Return the loss of the window: `loss` was weighted without `factor`, which was not known yet."""
@@ -135,15 +136,98 @@ class UpdateStrategy:
         return None
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
-        """Return whether the chosen optimizers may step; raise where the policy says so."""
-        raise NotImplementedError
+        """Return whether the chosen optimizers may step: all is finite, or the policy says so; else it raises."""
+        tracker, status = self._run.tracker, self.status
+        if status.minimizing is not None:
+            return self._check_minimized(status.minimizing, found_inf, chosen)
+        if self.scaler is not None and not status.is_scaled:
+            raise nonfinite_policy.not_scaled()
+        overflowed, _ = self.read(found_inf, chosen)
+        return self.may_step(chosen, tracker.loss if tracker.has_loss else 0.0, overflowed=overflowed)
 
-    def refuse(self, chosen: SelectedOptimizers) -> bool:
-        """Return whether a step that was made and undone counts as applied; raise where the policy says so."""
-        raise NotImplementedError
+    def read(
+        self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
+    ) -> tuple[bool, list[float]]:
+        """Read the recorded numbers, the norms and `more` at once; return whether a gradient overflowed, and `more`."""
+        flags = () if found_inf is None else (found_inf,)
+        norms = {one: one.norm for one in chosen.steps if one.norm is not None}
+        numbers = iter(self._run.tracker.read(*flags, *norms.values(), *more))
+        overflowed = found_inf is not None and next(numbers) != 0.0
+        for one in norms:
+            one.norm = norm = next(numbers)
+            # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
+            overflowed = overflowed or (found_inf is not None and not math.isfinite(norm))
+        return overflowed, list(numbers)
+
+    def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
+        """Return whether the chosen optimizers step by gradients of this loss; raise where the policy says so."""
+        status = self.status
+        if overflowed or (self._run.checks and not math.isfinite(loss)):
+            applied = self.apply_policy(chosen, overflowed=overflowed, loss=loss)
+            status.applied = applied or status.applied is True  # one step that was applied makes it an update
+            return applied
+        status.applied = True
+        status.overflowed = status.overflowed is True
+        return True
+
+    def apply_policy(self, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
+        """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
+        run, scaler, status = self._run, self.scaler, self.status
+        trainer, tracker = run.trainer, run.tracker
+        verdict = nonfinite_policy.verdict_of(
+            trainer.on_nonfinite,
+            loss_is_finite=math.isfinite(loss),
+            gradient_is_finite=not overflowed,
+            scaled=scaler is not None,
+            at_floor=scaler is not None and scaler.at_floor,
+        )
+        status.overflowed = overflowed or status.overflowed is True
+        run.gradients.lower_flags()
+        chosen.gradients.lower_flags()
+        status.restores = status.restores or verdict == "skip"
+        if verdict == "raise":
+            if run.snapshot is not None:
+                run.snapshot.restore()
+            norm, counted = chosen.steps[0].norm, self.counted
+            if counted is None and tracker.has_loss:
+                counted = tracker.counted
+            raise nonfinite_policy.error(
+                update=run.counters.earlier_updates + run.counters.updates + 1,
+                loss=loss,
+                lr=chosen.steps[0].lrs[0],
+                norm=norm if isinstance(norm, float) else None,
+                counted=None if counted is None else float(counted),
+                unchanged=not trainer._hooks.overrides_update,
+                find_origin=run.find_origin,
+            )
+        return verdict == "apply"
+
+    def _check_minimized(
+        self, minimizing: tuple[Tensor, Count, bool], found_inf: Tensor | None, chosen: SelectedOptimizers
+    ) -> bool:
+        """Check as `check` does, by the loss that `minimize` was given."""
+        loss, count, is_sum = minimizing
+        status = self.status
+        status.minimizing = None
+        overflowed, (value, counted) = self.read(found_inf, chosen, loss, count)
+        status.minimized.setdefault(chosen.steps[0].name, []).append((value, counted, is_sum))
+        return self.may_step(chosen, value, overflowed=overflowed)
 
     def adapt_scale(self, scaler: LossScale) -> None:
-        """Adapt the loss scale at the end of an update. No-op here."""
+        """Adapt the loss scale once, by all that the update has seen."""
+        status, self.reporter.loss_scale = self.status, scaler.scale
+        if status.overflowed is not None:
+            scaler.adapt(status.overflowed)
+        elif status.stepped:
+            raise nonfinite_policy.not_checked() if status.is_scaled else nonfinite_policy.not_scaled()
+
+    def refuse(self, chosen: SelectedOptimizers) -> bool:
+        """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
+        run = self._run
+        self.status.stepped = False
+        loss = run.tracker.loss if run.tracker.has_loss else 0.0
+        self.status.applied = applied = self.apply_policy(chosen, overflowed=True, loss=loss)
+        return applied
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
         """Return the weight of a loss that `minimize` was given."""
@@ -164,7 +248,8 @@ class UpdateStrategy:
         """Do the work of all ranks together between updates. No-op for one process."""
 
     def report(self, window: Window) -> None:
-        """Report the update of a window to the observers; a deferred check may raise for an earlier one."""
+        """Report the update of a window to the observers."""
+        self.reporter.report(window, skipped=self.status.is_refused)
 
     def discard(self) -> None:
         """Drop the results of the current window, which is run again."""
