@@ -156,7 +156,8 @@ class Run:
         self.signals.check()
         self.begin_epoch(counters.epoch)
         if self.rank_sync is not None and self.trainer._hooks.begin_epoch is not None:
-            if asked := self.rank_sync.join().stop:  # all ranks have the hook, or none
+            asked = self.rank_sync.join().stop  # all ranks have the hook, or none
+            if asked:
                 self.stop_now(asked)
         self.at_boundary = counters.stopped != "" and not self.at_epoch_end
         return iter(()) if self.at_boundary else self._windows(self._open_epoch())
@@ -238,15 +239,15 @@ class Run:
 
     def begin_epoch(self, epoch: int) -> None:
         """Run the user's `begin_epoch`, once for each epoch; find the layers again, which user code may change."""
-        hooks = self.trainer._hooks
         if self._begun == epoch:
             return
         self._begun = epoch
         self.counters.begun = True
         self.random.epoch_start_state = {}
-        if hooks.begin_epoch is not None:
-            hooks.begin_epoch(epoch)
-        if hooks.overrides_any or self.rank_sync is not None:  # else no layer has changed, and none is unused by now
+        if self.trainer._hooks.begin_epoch is not None:
+            self.trainer._hooks.begin_epoch(epoch)
+        # Without a hook of the user's own no layer has changed; DDP finds unused ones again in each epoch.
+        if self.trainer._hooks.overrides_any or self.rank_sync is not None:
             self._find_layers()
         if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
             self.rank_sync.start()  # the pace is another one
