@@ -24,7 +24,7 @@ from trainwright.core.durations import Updates
 from trainwright.core.errors import CheckpointError, TrainwrightError, first_line
 from trainwright.core.plan import Plan
 from trainwright.core.rng import random_state, rng_preserved, seed
-from trainwright.core.trees import copy_tree, mapping_like, sequence_like
+from trainwright.core.trees import copy_tree, leaves_of, map_tree
 from trainwright.data.opening import batches
 from trainwright.metrics.metric_set import MetricSet, check_metrics
 from trainwright.observers.probes import Statistics
@@ -432,19 +432,13 @@ def _check_saved_metric(numbers: _PassNumbers, of_all: dict[str, float], rows: i
 
 
 def _leaves(value: Any) -> list[Any]:
-    if isinstance(value, Tensor | np.ndarray):
-        return [value]
-    items = value.values() if isinstance(value, Mapping) else value if isinstance(value, list | tuple) else ()
-    return [leaf for item in items for leaf in _leaves(item)]
+    return [leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor | np.ndarray)]
 
 
 def _cut(value: Any, begin: int, end: int) -> Any:
     """Return rows of the tensors and arrays of a nested value."""
-    if isinstance(value, Tensor | np.ndarray):
-        return value[begin:end] if value.ndim else value
-    if isinstance(value, Mapping):
-        return mapping_like(value, {key: _cut(item, begin, end) for key, item in value.items()})
-    return sequence_like(value, [_cut(item, begin, end) for item in value]) if _leaves(value) else value
+    has_rows = (Tensor, np.ndarray)
+    return map_tree(lambda leaf: leaf[begin:end] if isinstance(leaf, has_rows) and leaf.ndim else leaf, value)
 
 
 # Stateful

@@ -33,7 +33,7 @@ BATCHES = [
     {"b": torch.ones(1)},
     [torch.ones(1), "a"],
     [torch.ones(1), "b"],
-    (torch.ones(1), "a"),
+    (torch.ones(1), "a", 1),
     Pair(torch.ones(1), None),
     Pair(torch.ones(1), 1.0),
     1,

@@ -31,6 +31,7 @@ from trainwright.core.torch_private import (
     plain_call,
     set_compiled_call,
 )
+from trainwright.core.trees import tensors_in
 from trainwright.modules.matching import outermost, repeated_blocks
 
 LIMIT = 64
@@ -261,18 +262,7 @@ def _shapes(args: Any, kwargs: Any) -> Shapes:
     """Return the shapes of all tensors among the arguments, in order."""
     if len(args) == 1 and not kwargs and type(args[0]) is Tensor:
         return (args[0].shape,)
-    return tuple(_all_shapes((args, kwargs)))
-
-
-def _all_shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    if isinstance(value, Tensor):
-        yield value.shape
-    elif isinstance(value, list | tuple):
-        for one in value:
-            yield from _all_shapes(one)
-    elif isinstance(value, dict):
-        for one in value.values():
-            yield from _all_shapes(one)
+    return tuple(tensor.shape for tensor in tensors_in((args, kwargs)))
 
 
 def _has_fewer_rows(shapes: Shapes, known: Shapes) -> bool:

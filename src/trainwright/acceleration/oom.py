@@ -23,7 +23,7 @@ from trainwright.core.errors import DataError, SettingError, StepError, first_li
 from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
-from trainwright.core.trees import parameters_of, tensors_in
+from trainwright.core.trees import leaves_of, parameters_of, tensors_in
 from trainwright.data.slicing import rows_of, slice_rows
 from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
@@ -305,15 +305,8 @@ def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
 
 def _size(batch: Any) -> int:
     """Return the size of a batch, as a measure of its memory: the elements of all its tensors and arrays."""
-    return sum(tensor.numel() for tensor in tensors_in(batch)) or _elements(batch)
-
-
-def _elements(batch: Any) -> int:
-    if isinstance(batch, np.ndarray):
-        return batch.size
-    if isinstance(batch, dict | list | tuple):
-        return sum(map(_elements, batch.values() if isinstance(batch, dict) else batch))
-    return 0
+    leaves = (leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor | np.ndarray))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def _why_uncut(batch: Any, rows: int) -> str:

@@ -5,17 +5,16 @@ Not run on a GPU yet: tests put stand-ins for streams, events and memory in its 
 
 from __future__ import annotations
 
-import dataclasses
 from collections import OrderedDict
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from trainwright.core.device import change, move
+from trainwright.core.device import change, move, moves_itself
 from trainwright.core.torch_private import storage_uses
+from trainwright.core.trees import leaves_of
 
 SLOTS = 3
 """Batches in flight at a time: one is computed on, one is ready, one is copied."""
@@ -95,8 +94,8 @@ class Moving:
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the accelerator; containers keep their types."""
-        found: list[Tensor] = []
-        _collect(batch, found)
+        leaves = (leaf for _, leaf in leaves_of(batch, is_leaf=moves_itself))  # in the order of `change`
+        found = [leaf for leaf in leaves if isinstance(leaf, Tensor) and _is_plain(leaf)]
         if not found:
             return move(batch, self.device)
         sent = iter(self._sent(found))
@@ -292,21 +291,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and not (tensor.requires_grad or tensor.is_quantized or tensor.is_conj() or tensor.is_neg())
         and tensor.numel() > 0
     )
-
-
-def _collect(batch: Any, found: list[Tensor]) -> None:
-    """Append the plain host tensors of a nested batch to `found`, in the order of `change`."""
-    items: Any = ()
-    if isinstance(batch, Tensor):
-        if _is_plain(batch):
-            found.append(batch)
-    elif hasattr(batch, "to") and callable(batch.to):
-        return  # it moves itself
-    elif isinstance(batch, Mapping):
-        items = batch.values()
-    elif isinstance(batch, list | tuple):
-        items = batch
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        items = [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    for item in items:
-        _collect(item, found)

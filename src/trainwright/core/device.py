@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 import gc
 import os
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.errors import SettingError, first_line, listed
-from trainwright.core.trees import mapping_like, sequence_like
+from trainwright.core.trees import map_tree
 
 Home = torch.device | Callable[[str], torch.device]
 """The device of loaded state that was saved on an accelerator: one device, or a function of the saved name."""
@@ -99,20 +97,18 @@ def move(batch: Any, device: torch.device) -> Any:
 
 def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -> Any:
     """Return a nested batch with `each` applied to its tensors; an object with a method `to` is moved to `device`."""
-    if isinstance(batch, Tensor):
-        return each(batch)
-    if hasattr(batch, "to") and callable(batch.to):
-        return batch.to(device)
-    if isinstance(batch, Mapping):
-        return mapping_like(batch, {key: change(value, device, each) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return sequence_like(batch, (change(value, device, each) for value in batch))
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        moved = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(moved, field.name, change(getattr(batch, field.name), device, each))
-        return moved
-    return batch
+
+    def changed(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor):
+            return each(leaf)
+        return leaf.to(device) if moves_itself(leaf) else leaf
+
+    return map_tree(changed, batch, is_leaf=moves_itself)
+
+
+def moves_itself(batch: Any) -> bool:
+    """Return whether a batch, or a value in it, has a method `to`."""
+    return hasattr(batch, "to") and callable(batch.to)
 
 
 def widest_float(device: torch.device) -> torch.dtype:

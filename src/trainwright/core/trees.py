@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from copy import deepcopy
 from typing import Any
 
@@ -83,41 +83,70 @@ def _is_alike(tensor: Tensor, other: Any) -> bool:
     return form == (other.shape, other.dtype, other.device, other.layout)
 
 
+def map_tree(
+    each: Callable[..., Any], value: Any, *others: Any, is_leaf: Callable[..., bool] = lambda *_: False
+) -> Any:
+    """Return a nested value with `each` applied to its leaves.
+
+    Mappings, lists, tuples and dataclasses keep their types; anything else is a leaf, and so are containers for which
+    `is_leaf` returns True. `others` are values of the same form: both functions then get the values at one place of
+    all of them.
+    """
+    if isinstance(value, Tensor) or is_leaf(value, *others):
+        return each(value, *others)
+    if isinstance(value, Mapping):
+        columns = {key: (value[key], *(other[key] for other in others)) for key in value}
+        return mapping_like(value, {key: map_tree(each, *column, is_leaf=is_leaf) for key, column in columns.items()})
+    if isinstance(value, list | tuple):
+        return sequence_like(
+            value, [map_tree(each, *column, is_leaf=is_leaf) for column in zip(value, *others, strict=True)]
+        )
+    if _is_dataclass(value):
+        made = copy.copy(value)
+        for field in dataclasses.fields(value):
+            column = [getattr(one, field.name) for one in (value, *others)]
+            object.__setattr__(made, field.name, map_tree(each, *column, is_leaf=is_leaf))
+        return made
+    return each(value, *others)
+
+
+def leaves_of(
+    value: Any, at: str = "", *, is_leaf: Callable[[Any], bool] = lambda _: False
+) -> Iterator[tuple[str, Any]]:
+    """Yield the place and the value of each leaf that `map_tree` visits, in its order, places as Python expressions."""
+    if isinstance(value, Tensor) or is_leaf(value):
+        yield at, value
+    elif isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from leaves_of(item, f"{at}[{key!r}]", is_leaf=is_leaf)
+    elif isinstance(value, list | tuple):
+        for index, item in enumerate(value):
+            yield from leaves_of(item, f"{at}[{index}]", is_leaf=is_leaf)
+    elif _is_dataclass(value):
+        for field in dataclasses.fields(value):
+            yield from leaves_of(getattr(value, field.name), f"{at}.{field.name}", is_leaf=is_leaf)
+    else:
+        yield at, value
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
 def tensors_in(value: Any) -> Iterator[Tensor]:
     """Yield the tensors of a nested value, depth first: of mappings, lists, tuples and dataclasses."""
-    if isinstance(value, Tensor):
-        yield value
-        return
-    if isinstance(value, Mapping):
-        items: Any = value.values()
-    elif dataclasses.is_dataclass(value):
-        items = [getattr(value, field.name) for field in dataclasses.fields(value)]
-    else:
-        items = value if isinstance(value, list | tuple) else ()
-    for item in items:
-        yield from tensors_in(item)
+    return (leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def detached(value: Any) -> Any:
     """Return a nested value without its autograd graph; the value itself where no tensor in it requires a gradient."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
-    return _detached(value) if any(tensor.requires_grad for tensor in tensors_in(value)) else value
+    return map_tree(_detached, value) if any(tensor.requires_grad for tensor in tensors_in(value)) else value
 
 
-def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, Mapping):
-        return mapping_like(value, {key: _detached(item) for key, item in value.items()})
-    if isinstance(value, list | tuple):
-        return sequence_like(value, map(_detached, value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        made = copy.copy(value)
-        for field in dataclasses.fields(value):
-            object.__setattr__(made, field.name, _detached(getattr(value, field.name)))
-        return made
-    return value
+def _detached(leaf: Any) -> Any:
+    return leaf.detach() if isinstance(leaf, Tensor) else leaf
 
 
 def inside(root: nn.Module) -> list[nn.Module]:

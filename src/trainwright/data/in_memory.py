@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -14,6 +13,7 @@ from torch import Tensor
 from torch.utils.data import default_collate
 
 from trainwright.core.errors import DataError, SettingError
+from trainwright.core.trees import leaves_of, map_tree, tensors_in
 from trainwright.data.arrays import Table
 from trainwright.data.data_state import is_stateful
 from trainwright.data.seeded import SeededRows, open_rows
@@ -21,8 +21,6 @@ from trainwright.data.seeded import SeededRows, open_rows
 _BLOCK = 256
 """Rows that are read, joined and compared in one block."""
 _FETCHED = "leave in_memory out: the rows are then fetched in each epoch"
-_Kinds = list[tuple[str, str]]
-"""The place and the kind of each value of a row."""
 
 
 class ReadRows(Table):
@@ -80,24 +78,23 @@ class _Reading:
     def __init__(self, data: Any) -> None:
         self._rows = SeededRows(data, list)
         self._name = type(data).__name__
-        self._kinds: _Kinds = []
-        self._columns: list[Tensor] = []
+        self._kinds: list[tuple[str, str]] = []
+        """The place and the kind of each value of row 0."""
 
     def read(self) -> ReadRows:
         """Return all rows."""
-        rows, pack = len(self._rows), None
+        rows, columns, form = len(self._rows), [], None
         for start in range(0, rows, _BLOCK):
             numbers = range(start, min(start + _BLOCK, rows))
             joined, again = self._joined(numbers, reading=0), self._joined(numbers, reading=1)
             if not start:
-                pack = _packing(joined)
-                self._allocate(joined, rows)
-            for at, (part, second, column) in enumerate(
-                zip(*map(_leaves, (joined, again)), self._columns, strict=True)
-            ):
-                self._check_again(part, second, at=at, start=start)
+                form = map_tree(lambda _: None, joined)
+                columns = self._allocated(list(tensors_in(joined)), rows)
+            parts = zip(columns, tensors_in(joined), tensors_in(again), strict=True)
+            for (at, _), (column, part, second) in zip(self._kinds, parts, strict=True):
+                self._check_same(part, second, at=at, start=start)
                 column[start : numbers.stop] = part
-        return ReadRows(self._columns, pack, self._name)
+        return ReadRows(columns, partial(_packed, form), self._name)
 
     def _joined(self, numbers: range, *, reading: int) -> Any:
         """Return these rows, joined by torch's collate function."""
@@ -106,71 +103,59 @@ class _Reading:
             what = f"{self._name}.__getitems__ was given {len(numbers)} row numbers, and returned {len(fetched)} rows"
             raise DataError(what, fix=_FETCHED)
         for number, row in zip(numbers, fetched, strict=True):
-            kinds = list(self._kinds_of(row, ""))
+            kinds = [(at, self._kind(leaf, at)) for at, leaf in leaves_of(row)]
             self._kinds = self._kinds or kinds
             if kinds != self._kinds:
-                raise self._differs(number, have=kinds)
+                self._refuse_other_kinds(number, kinds)
         return default_collate(fetched)
 
-    def _allocate(self, joined: Any, rows: int) -> None:
-        shapes = [(rows, *part.shape[1:]) for part in _leaves(joined)]
-        self._columns = [
-            torch.empty(shape, dtype=part.dtype, device="meta")
-            for shape, part in zip(shapes, _leaves(joined), strict=True)
-        ]
-        size = sum(column.numel() * column.element_size() for column in self._columns)
+    def _kind(self, value: Any, at: str) -> str:
+        """Return dtype and shape of a tensor or array, or the type of a number; DataError for anything else."""
+        if _is_array(value):
+            return f"{value.dtype} {tuple(value.shape)} {type(value).__name__}"
+        if isinstance(value, bool | int | float | np.number | np.bool_):
+            return type(value).__name__
+        raise DataError(
+            f"batches({self._name}, in_memory=True): {at or 'a row'} is a {type(value).__name__}",
+            want="tensors, numbers and arrays of numbers, alone or in tuples, lists and dicts",
+            fix=_FETCHED,
+        )
+
+    def _refuse_other_kinds(self, number: int, kinds: list[tuple[str, str]]) -> None:
+        have, want = f"{len(kinds)} values", f"{len(self._kinds)} values"
+        for one, other in zip(kinds, self._kinds, strict=False):
+            if one != other:
+                have, want = (f"{at or 'it'} {kind}" for at, kind in (one, other))
+                break
+        raise DataError(
+            f"batches({self._name}, in_memory=True): row {number} differs in kind from row 0",
+            have=have,
+            want=f"{want}, as in row 0",
+            fix=f"{_FETCHED}, with a collate function where they differ in shape",
+        )
+
+    def _allocated(self, first: list[Tensor], rows: int) -> list[Tensor]:
+        """Return memory for all rows, of which `first` are the columns of the first block."""
+        size = sum(part.nbytes // len(part) * rows for part in first)
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else size
         if size > room:
             what = f"batches({self._name}, in_memory=True): {rows:,} rows need {size >> 20:,} MB"
             raise DataError(what, want=f"at most the memory of this machine, {room >> 20:,} MB", fix=_FETCHED)
-        self._columns = [torch.empty_like(column, device="cpu") for column in self._columns]
+        return [torch.empty((rows, *part.shape[1:]), dtype=part.dtype) for part in first]
 
-    def _check_again(self, part: Tensor, second: Tensor, *, at: int, start: int) -> None:
+    def _check_same(self, part: Tensor, second: Tensor, *, at: str, start: int) -> None:
         """Refuse rows that differ in any bit in a second reading."""
         one, two = (tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8) for tensor in (part, second))
         if torch.equal(one, two):
             return
         row = int((one != two).any(1).nonzero()[0])
-        where = self._kinds[at][0]
+        first, then = (str(values[row].tolist())[:60] for values in (part, second))
         raise DataError(
             f"batches({self._name}, in_memory=True): row {start + row} is not the same in two readings",
-            have=f"{where or 'it'}: {_shown(part[row])}, then {_shown(second[row])}",
+            have=f"{at or 'it'}: {first}, then {then}",
             want="rows without random draws, which do not depend on earlier reads",
             fix=f"{_FETCHED}; or draw in the step, for a complete batch",
         )
-
-    def _differs(self, number: int, *, have: _Kinds) -> DataError:
-        pairs = [(one, other) for one, other in zip(have, self._kinds, strict=False) if one != other]
-        texts = [
-            ", ".join(f"{at or 'it'} {kind}" for at, kind in some)
-            for some in (zip(*pairs, strict=True) if pairs else ())
-        ]
-        one, other = texts or [f"{len(have)} values", f"{len(self._kinds)} values"]
-        return DataError(
-            f"batches({self._name}, in_memory=True): row {number} differs in kind from row 0",
-            have=one,
-            want=f"{other}, as in row 0",
-            fix=f"{_FETCHED}, with a collate function where they differ in shape",
-        )
-
-    def _kinds_of(self, value: Any, at: str) -> Iterator[tuple[str, str]]:
-        """Yield places and kinds of tensors, arrays and numbers in a row; DataError for anything else."""
-        if type(value) is dict:
-            for key, inner in value.items():
-                yield from self._kinds_of(inner, f"{at}[{key!r}]")
-        elif type(value) is list or isinstance(value, tuple):
-            for index, inner in enumerate(value):
-                yield from self._kinds_of(inner, f"{at}[{index}]")
-        elif _is_array(value):
-            yield at, f"{value.dtype} {tuple(value.shape)} {type(value).__name__}"
-        elif isinstance(value, bool | int | float | np.number | np.bool_):
-            yield at, type(value).__name__
-        else:
-            raise DataError(
-                f"batches({self._name}, in_memory=True): {at or 'a row'} is a {type(value).__name__}",
-                want="tensors, numbers and arrays of numbers, alone or in tuples, lists and dicts",
-                fix=_FETCHED,
-            )
 
 
 def _is_array(value: Any) -> bool:
@@ -181,48 +166,7 @@ def _is_array(value: Any) -> bool:
     return plain and not value.requires_grad
 
 
-def _leaves(joined: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a batch, in order."""
-    if isinstance(joined, Tensor):
-        yield joined
-        return
-    for inner in joined.values() if isinstance(joined, dict) else joined:
-        yield from _leaves(inner)
-
-
-def _packing(joined: Any) -> Callable[[Any], Any]:
-    """Return the function from columns to a batch of this form."""
-    if isinstance(joined, Tensor):
-        return itemgetter(0)
-    if type(joined) is list and all(isinstance(inner, Tensor) for inner in joined):
-        return list
-    return partial(_packed, _containers(joined))
-
-
-def _containers(joined: Any) -> Any:
-    """Return the containers of a batch, without its tensors."""
-    if isinstance(joined, Tensor):
-        return None
-    if isinstance(joined, dict):
-        return {key: _containers(inner) for key, inner in joined.items()}
-    kind: Any = type(joined)
-    inside = [_containers(inner) for inner in joined]
-    return kind(*inside) if hasattr(joined, "_fields") else inside
-
-
 def _packed(form: Any, columns: Any) -> Any:
-    return _filled(form, iter(columns))
-
-
-def _filled(form: Any, columns: Iterator[Tensor]) -> Any:
-    if form is None:
-        return next(columns)
-    if isinstance(form, dict):
-        return {key: _filled(inner, columns) for key, inner in form.items()}
-    kind: Any = type(form)
-    inside = [_filled(inner, columns) for inner in form]
-    return kind(*inside) if hasattr(form, "_fields") else inside
-
-
-def _shown(row: Tensor) -> str:
-    return str(row.reshape(-1)[:4].tolist()) if row.ndim else str(row.item())
+    """Return a batch of these columns, in the containers of `form`."""
+    left = iter(columns)
+    return map_tree(lambda _: next(left), form)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-import dataclasses
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import chain, islice
 from typing import Any
 
@@ -15,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, rng_preserved, set_random_state
-from trainwright.core.trees import mapping_like, sequence_like
+from trainwright.core.trees import leaves_of, map_tree, sequence_like
 from trainwright.data.dataloader.order import draws_at_most_at_first
 from trainwright.data.sharding import read_as, reading_part
 from trainwright.data.source import length_of
@@ -204,7 +202,8 @@ def unsharded_stream(data: Any, *, role: str, processes: int) -> DataError:
     )
 
 
-_PLAIN = (str, bytes, int, float, complex, np.generic, type(None))
+_Plain = str | bytes | int | float | complex | np.generic | None
+"""Values without rows."""
 
 
 def slice_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Slice]:
@@ -216,51 +215,37 @@ def slice_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Sl
 
 def rows_of(batch: Any, name: str) -> int:
     """Return the rows of a nested batch: the size of all its tensors in dimension 0; DataError where they differ."""
-    leaves = dict(_leaves(batch, "batch"))
-    unknown = [f"{at} {kind}" for at, kind in leaves.items() if isinstance(kind, str)]
-    lengths = {length for length in leaves.values() if not isinstance(length, str)}
-    if unknown or len(lengths) != 1:
-        have = unknown or [f"{at} has {length} rows" for at, length in leaves.items()] or ["no tensor in it"]
+    leaves = list(leaves_of(batch, "batch"))
+    lengths = {at: len(leaf) for at, leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim}
+    unknown = [
+        f"{at} is a {type(leaf).__name__}" for at, leaf in leaves if not isinstance(leaf, Tensor | np.ndarray | _Plain)
+    ]
+    if unknown or len(set(lengths.values())) != 1:
+        have = unknown or [f"{at} has {length} rows" for at, length in lengths.items()] or ["no tensor in it"]
         raise DataError(
             f"the rows of a ready batch of {name} are not known, and each process is to run a part of them",
             have=", ".join(have[:6]),
             want="tensors and arrays that are equally long in dimension 0, in tuples, lists, dicts or dataclasses",
             fix="batches(rows, 64) or a DataLoader, which shard rows; or sharded(data) of each process's own",
         )
-    return int(lengths.pop())
+    return next(iter(lengths.values()))
 
 
 def slice_rows(batch: Any, rows: range, *, of: int) -> Any:
     """Return these `rows` of a nested batch of `of` rows; containers keep their types, other values are shared."""
-    if isinstance(batch, Tensor | np.ndarray):
-        return batch[rows.start : rows.stop] if batch.ndim else batch
-    if isinstance(batch, Mapping):
-        return mapping_like(batch, {key: slice_rows(value, rows, of=of) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        if len(batch) == of and not any(True for _ in _leaves(batch, "")):
-            return sequence_like(batch, list(batch[rows.start : rows.stop]))  # one name, say, for each row
-        return sequence_like(batch, [slice_rows(item, rows, of=of) for item in batch])
-    if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        part = copy.copy(batch)
-        for field in dataclasses.fields(batch):
-            object.__setattr__(part, field.name, slice_rows(getattr(batch, field.name), rows, of=of))
-        return part
-    return batch
+
+    def cut(leaf: Any) -> Any:
+        if isinstance(leaf, list | tuple):
+            return sequence_like(leaf, leaf[rows.start : rows.stop])
+        return leaf[rows.start : rows.stop] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else leaf
+
+    def is_list_of_rows(items: Any) -> bool:  # one name, say, for each row
+        if not isinstance(items, list | tuple) or len(items) != of:
+            return False
+        return all(isinstance(leaf, _Plain) or _is_number(leaf) for _, leaf in leaves_of(items))
+
+    return map_tree(cut, batch, is_leaf=is_list_of_rows)
 
 
-def _leaves(batch: Any, at: str) -> Iterator[tuple[str, int | str]]:
-    """Yield the place and the rows of each tensor and array, and the type of each value that cannot be sliced."""
-    if isinstance(batch, Tensor | np.ndarray):
-        if batch.ndim:
-            yield at, batch.shape[0]
-    elif isinstance(batch, Mapping):
-        for key, value in batch.items():
-            yield from _leaves(value, f"{at}[{key!r}]")
-    elif isinstance(batch, list | tuple):
-        for index, item in enumerate(batch):
-            yield from _leaves(item, f"{at}[{index}]")
-    elif dataclasses.is_dataclass(batch) and not isinstance(batch, type):
-        for field in dataclasses.fields(batch):
-            yield from _leaves(getattr(batch, field.name), f"{at}.{field.name}")
-    elif not isinstance(batch, _PLAIN):
-        yield at, f"is a {type(batch).__name__}"
+def _is_number(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor | np.ndarray) and not leaf.ndim

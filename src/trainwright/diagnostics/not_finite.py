@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from trainwright.core.records import StepOutput
 from trainwright.core.rng import rng_preserved
-from trainwright.core.trees import copy_tree, tensors_in
+from trainwright.core.trees import copy_tree, leaves_of, tensors_in
 from trainwright.diagnostics.frames import title
 from trainwright.modules import modes
 from trainwright.modules.dtensors import is_sharded
@@ -85,17 +85,7 @@ def _in_batch(batch: Any, *, named: bool) -> list[str]:
 
 def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
     """Yield every tensor of a nested batch, with its place as a Python expression."""
-    if isinstance(value, Tensor):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, item in value.items():
-            yield from _leaves(item, f"{name}[{key!r}]")
-    elif isinstance(value, list | tuple):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{name}[{index}]")
-    else:
-        for index, tensor in enumerate(tensors_in(value)):
-            yield f"tensor {index} of {name}", tensor
+    return ((at, leaf) for at, leaf in leaves_of(value, name) if isinstance(leaf, Tensor))
 
 
 def _counted(*tensors: Tensor) -> str | None:

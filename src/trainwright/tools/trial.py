@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import islice
@@ -17,7 +16,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset
 from trainwright.core.errors import DataError, SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.rng import rng_preserved
-from trainwright.core.trees import mapping_like, sequence_like
+from trainwright.core.trees import map_tree
 from trainwright.data.data_state import is_stateful
 from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.opening import open_source
@@ -133,37 +132,31 @@ def is_several(val: Any) -> TypeGuard[dict[str, Any]]:
 
 def compact(batch: Any) -> Any:
     """Return a batch whose tensors are not views of larger ones, which would stay in memory with it."""
-    if isinstance(batch, Tensor):
-        return batch.clone() if batch.untyped_storage().nbytes() > batch.nbytes else batch
-    if isinstance(batch, Mapping):
-        return mapping_like(batch, {key: compact(value) for key, value in batch.items()})
-    if isinstance(batch, list | tuple):
-        return sequence_like(batch, map(compact, batch))
-    return batch
+
+    def own(leaf: Any) -> Any:
+        is_view = isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() > leaf.nbytes
+        return leaf.clone() if is_view else leaf
+
+    return map_tree(own, batch)
 
 
 def joined(batches: Sequence[Any]) -> Any:
     """Return one batch with the rows of all, in containers of the same types; DataError for unequal shapes."""
-    first = batches[0]
-    if isinstance(first, Tensor | np.ndarray):
-        join: Any = torch.cat if isinstance(first, Tensor) else np.concatenate
-        return _put_together(join, list(batches)) if first.ndim else first
-    if isinstance(first, Mapping):
-        return mapping_like(first, {key: joined([batch[key] for batch in batches]) for key in first})
+    return map_tree(_joined, *batches, is_leaf=_is_list_of_rows)
+
+
+def _is_list_of_rows(items: Any, *_: Any) -> bool:
+    """Return whether a sequence has one value, such as a name, for each row."""
+    columns = (Tensor, np.ndarray, Mapping, list, tuple)
+    return isinstance(items, list | tuple) and not any(isinstance(item, columns) for item in items)
+
+
+def _joined(first: Any, *others: Any) -> Any:
     if isinstance(first, list | tuple):
-        return _in_row(first, batches)
-    if dataclasses.is_dataclass(first) and not isinstance(first, type):
-        merged = copy.copy(first)
-        for field in dataclasses.fields(first):
-            object.__setattr__(merged, field.name, joined([getattr(batch, field.name) for batch in batches]))
-        return merged
+        return type(first)(item for items in (first, *others) for item in items)
+    if isinstance(first, Tensor | np.ndarray) and first.ndim:
+        return _put_together(torch.cat if isinstance(first, Tensor) else np.concatenate, [first, *others])
     return first
-
-
-def _in_row(first: Any, batches: Sequence[Any]) -> Any:
-    if not any(isinstance(item, Tensor | np.ndarray | Mapping | list | tuple) for item in first):
-        return type(first)(item for batch in batches for item in batch)  # one name, say, for each row
-    return sequence_like(first, [joined(list(column)) for column in zip(*batches, strict=True)])
 
 
 def _put_together(join: Any, parts: list[Any]) -> Any:

@@ -8,9 +8,9 @@ import os
 import re
 import signal
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from itertools import zip_longest
 from multiprocessing import parent_process
 from typing import Any
 from warnings import warn
@@ -34,6 +34,7 @@ from trainwright.core.torch_private import (
     is_started,
     replace_worker_messages,
 )
+from trainwright.core.trees import leaves_of
 from trainwright.data.data_state import is_stateful, no_state_error
 from trainwright.data.seeded import mixed
 from trainwright.data.sharding import set_part
@@ -545,31 +546,24 @@ def warn_of_duplicates(batches: Iterator[Any], *, workers: int, name: str) -> It
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Return whether two nested batches are equal in every type, shape, stride and bit; False for unknown types."""
-    return type(one) is type(other) and _same(one, other)
+    """Return whether two nested batches have values of one type at the same places, and equal in every bit."""
+    pairs = zip_longest(leaves_of(one), leaves_of(other), fillvalue=("nowhere", None))
+    return all(at == other_at and _same(leaf, other_leaf) for (at, leaf), (other_at, other_leaf) in pairs)
 
 
 def _same(one: Any, other: Any) -> bool:
+    """Return whether two leaves are equal; False for types that cannot be compared."""
+    if type(one) is not type(other):
+        return False
     if isinstance(one, Tensor):
-        return _same_tensors(one, other)
+        if one.layout is not torch.strided or other.layout is not torch.strided:
+            return False
+        equal = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
+        return equal and torch.equal(_bits(one), _bits(other))
     if isinstance(one, np.ndarray | np.generic):
         equal = one.dtype == other.dtype and one.dtype != object and one.shape == other.shape
         return equal and one.tobytes() == other.tobytes()
-    if isinstance(one, Mapping):
-        return list(one) == list(other) and all(same_bits(one[key], other[key]) for key in one)
-    if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(same_bits, one, other))
-    if is_dataclass(one) and not isinstance(one, type):
-        return all(same_bits(getattr(one, field.name), getattr(other, field.name)) for field in fields(one))
-    known = isinstance(one, str | bytes | int | float | None)
-    return known and repr(one) == repr(other)
-
-
-def _same_tensors(one: Tensor, other: Tensor) -> bool:
-    if one.layout is not torch.strided or other.layout is not torch.strided:
-        return False
-    equal = one.dtype == other.dtype and one.shape == other.shape and one.stride() == other.stride()
-    return equal and torch.equal(_bits(one), _bits(other))
+    return isinstance(one, str | bytes | int | float | None) and repr(one) == repr(other)
 
 
 def _bits(tensor: Tensor) -> Tensor:
