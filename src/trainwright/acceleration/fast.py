@@ -25,17 +25,21 @@ _GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
 @suggests
 @dataclass(frozen=True, slots=True)
 class Fast:
-    """What may make a run faster: each setting changes the time of a run, not its mathematics.
+    """Settings that may make a run faster: they change its time, not its mathematics.
 
-    `compile`: None compiles nothing; "regional" the blocks that a model repeats, or the model without any; "full" the
-    model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), but for two keys:
-    `"regions"` ("regional", "full" or module classes) and `"cache"` (a directory for compiled code).
-    `channels_last`: "auto" uses this layout for convolutional models on CUDA under bf16 or fp16; True on any device.
-    `device_data`: "auto" copies data in memory to a CUDA device where they take at most a quarter of its free memory;
-    True copies them to the device of the run, or refuses; False leaves them on the host.
-    `defaults=False` switches off what a run does by default: fused optimizers where the trainer makes them, "auto" of
-    `channels_last`, and cuDNN's choice by timing; not `device_data`, copies ahead or deferred checks. The CUDA paths
-    have not run on a GPU yet.
+    The CUDA paths have not run on a GPU yet.
+
+    Args:
+        compile: "regional" compiles the blocks that a model repeats, or the model if it repeats none; "full" compiles
+            the model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), except for
+            two keys: `"regions"` ("regional", "full" or module classes) and `"cache"` (a directory for compiled code).
+            None compiles nothing.
+        channels_last: "auto" uses this memory layout for convolutional models on CUDA under bf16 or fp16; True on any
+            device.
+        device_data: "auto" copies data in memory to a CUDA device where they take at most a quarter of its free memory.
+            True copies them to the device of the run, or refuses. False leaves them on the host.
+        defaults: False switches off the defaults: fused optimizers where the trainer makes them, "auto" of
+            `channels_last`, and cuDNN's choice by timing.
     """
 
     _: KW_ONLY

@@ -24,17 +24,23 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Save checkpoints of a run into a directory; retain the last `keep` and the `top` best of them.
 
-    `keep="all"` removes none. `best="val_accuracy"` names the number that ranks them; `mode` is optional for a name
-    that ends in "loss", of which less is better. `every` is a duration, or "auto": each validation, or each epoch
-    without validation data.
+    If the system refuses a save (full disk, quota, input/output error), the next save tries again. The save at the end
+    must succeed, else `fit` raises. A slot of your own is a subclass whose `bind` returns a subclass of
+    `CheckpointManager`.
 
-    With `async_save` the state is copied, and a thread writes it while training continues; else training waits. If
-    the system refuses a save (full disk, quota, input/output error), training continues with a warning and the next
-    save tries again; with `on_save_error="raise"` the run ends. The save at the end must succeed, else `fit` raises.
-    `checksum="sha256"` costs more than crc32 and detects every accident; neither protects against intent: checksums
-    are stored next to the files. `grace`: seconds that a signal waits for the end of the update in progress.
-
-    A slot of your own is a subclass whose `bind` returns a subclass of `CheckpointManager`.
+    Args:
+        directory: The directory of the run.
+        best: The number that ranks checkpoints, such as "val_accuracy".
+        mode: "min" or "max". Optional for names that end in "loss", of which less is better.
+        top: How many of the best are retained.
+        keep: How many of the last are retained; "all" removes none.
+        every: A duration, or "auto": at each validation, or each epoch without validation data.
+        restore_best: Whether the model holds the best weights when `fit` ends.
+        async_save: Copy the state and write it in a thread while training continues. False: training waits.
+        on_save_error: What a refused save does: "warn", or "raise", which ends the run.
+        checksum: "crc32", or "sha256", which costs more and detects every accident. Neither protects against intent:
+            checksums are stored next to the files.
+        grace: Seconds that a signal waits for the end of the update in progress.
     """
 
     directory: str | Path

@@ -113,7 +113,12 @@ def load_checkpoint(
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
     """Return the newest complete checkpoint of a directory, or None; a newer unreadable one is named in a warning.
 
-    A directory with checkpoints of several runs is a CheckpointError, unless `run` is the id of one of them.
+    Args:
+        directory: The directory of a run.
+        run: The id of a run, for a directory with checkpoints of several.
+
+    Raises:
+        CheckpointError: For a directory with checkpoints of several runs, without `run`.
     """
     path = local_path(directory, "latest_checkpoint({})", reads=True)
     found, _ = _retried(path, lambda listing: _newest(path, run, read=_checked, listing=listing))
@@ -126,7 +131,16 @@ def load_weights(
 ) -> OrderedDict[str, Any]:
     """Return the weights of a safetensors file, of a checkpoint, or of the best or last checkpoint of a directory.
 
-    They are on the CPU, and loaded into `model` where one is given: CheckpointError where names or shapes differ.
+    Args:
+        path: The file, the checkpoint or the directory.
+        model: A model that takes the weights.
+        which: "best" or "last", for a directory.
+
+    Returns:
+        The state dict, on the CPU.
+
+    Raises:
+        CheckpointError: Where the file is damaged, or names or shapes differ from those of `model`.
     """
     if which not in ("best", "last"):
         raise SettingError(f"load_weights(which={which!r})", want='"best" or "last"')

@@ -31,6 +31,10 @@ def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
     """Write a `state_dict` to one safetensors file that is complete or absent; tied tensors are stored once.
 
     The file is readable by its owner alone. Missing parent directories are made.
+
+    Args:
+        path: The file.
+        state_dict: Tensors by name.
     """
     if not isinstance(state_dict, Mapping):
         what = f"save_weights({type(path).__name__}, {type(state_dict).__name__})"

@@ -13,7 +13,11 @@ from trainwright.core.progress import Counters
 
 @dataclass(frozen=True, slots=True)
 class Updates:
-    """A duration in applied optimizer updates."""
+    """A duration in applied optimizer updates.
+
+    Args:
+        n: The number of updates, a whole number.
+    """
 
     n: int
 
@@ -23,7 +27,11 @@ class Updates:
 
 @dataclass(frozen=True, slots=True)
 class Epochs:
-    """A duration in passes over the training data."""
+    """A duration in passes over the training data.
+
+    Args:
+        n: The number of passes. Some settings accept fractions.
+    """
 
     n: float
 
@@ -33,7 +41,11 @@ class Epochs:
 
 @dataclass(frozen=True, slots=True)
 class Seconds:
-    """A duration of wall-clock time."""
+    """A duration of wall-clock time.
+
+    Args:
+        n: The number of seconds.
+    """
 
     n: float
 

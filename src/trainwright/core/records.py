@@ -17,7 +17,12 @@ TARGETS = ("target", "targets", "labels", "label", "y")
 
 @dataclass(slots=True, eq=False)
 class MeanLoss:
-    """A loss that is a mean over `count` rows, valid tokens or other units."""
+    """A loss that is a mean, returned by a step.
+
+    Args:
+        loss: The mean, a tensor with one element.
+        count: What it is a mean over: the number of rows, valid tokens or elements.
+    """
 
     loss: Tensor
     count: Count
@@ -25,7 +30,12 @@ class MeanLoss:
 
 @dataclass(slots=True, eq=False)
 class SumLoss:
-    """A loss that is a sum. The window's loss is total / count with a `count`, and the sum without."""
+    """A loss that is a sum, returned by a step. The window's loss is total / count with a `count`, and the sum without.
+
+    Args:
+        total: The sum, a tensor with one element.
+        count: The number of rows, valid tokens or elements in the sum.
+    """
 
     total: Tensor
     count: Count | None = None
@@ -33,7 +43,13 @@ class SumLoss:
 
 @dataclass(slots=True, eq=False)
 class StepOutput:
-    """The return of a step: the loss in any of its forms, and the output and target that metrics read."""
+    """The return of a step: the loss, and the output and target that metrics read.
+
+    Args:
+        loss: The loss: a tensor, `MeanLoss`, `SumLoss`, or a dict of losses.
+        output: The model's output, for metrics.
+        target: The target, for metrics.
+    """
 
     loss: Any
     output: Any = None

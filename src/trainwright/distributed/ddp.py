@@ -24,14 +24,19 @@ COMPRESSIONS = ("bf16", "fp16")
 class DDP(Parallel):
     """Data parallelism on several ranks: each has a complete model, and gradients are averaged.
 
-    `find_unused_parameters`: whether some parameters may get no gradient; "auto" looks at the first window.
-    `static_graph`: the same parameters are used in the same order in every step. `gradient_as_bucket_view`: gradients
-    are views of the buckets. `bucket_mb`: the size of a bucket; None: torch's. `compress`: "bf16" or "fp16": gradients
-    are reduced in this dtype (bf16 only on nccl). `sync_batchnorm`: BatchNorm layers normalize over the rows of all
-    ranks; they become torch's SyncBatchNorm, in place. `sync_buffers`: rank 0's buffers are broadcast before each
-    update, as in torch's DDP; else every rank trains with its own, and rank 0's are evaluated and saved. `same_noise`:
-    all ranks draw the same random numbers. `timeout`: seconds after which a rank that does not answer ends the run.
-    `backend`: None is nccl on CUDA devices, else gloo.
+    Args:
+        timeout: Seconds after which a rank that does not answer ends the run.
+        backend: The backend of `torch.distributed`. None: nccl on CUDA devices, else gloo.
+        find_unused_parameters: Whether some parameters may get no gradient. "auto" looks at the first window.
+        static_graph: Whether the same parameters are used in the same order in every step.
+        gradient_as_bucket_view: Whether gradients are views of the buckets.
+        bucket_mb: The size of a bucket in MB. None: that of torch.
+        compress: "bf16" or "fp16": reduce gradients in this dtype (bf16 only on nccl).
+        sync_batchnorm: Whether BatchNorm layers normalize over the rows of all ranks. They become torch's
+            SyncBatchNorm, in place.
+        sync_buffers: Whether rank 0's buffers are broadcast before each update, as in torch's DDP. Otherwise every rank
+            trains with its own, and those of rank 0 are evaluated and saved.
+        same_noise: Whether all ranks draw the same random numbers.
     """
 
     find_unused_parameters: bool | Literal["auto"] = "auto"

@@ -36,12 +36,15 @@ if TYPE_CHECKING:
 class FSDP(Parallel):
     """A model sharded over several ranks: each holds a shard of its weights, which are gathered block by block.
 
-    `blocks`: the classes of the modules that are gathered one at a time, such as a transformer's layer; weights
-    outside of them are gathered with the model itself. `reshard_after_forward`: whether gathered weights are freed
-    after a block's forward and gathered again for its backward; a number: resharded to so many ranks; None: freed in
-    blocks, not in the model itself. `policy`: torch's `MixedPrecisionPolicy`. `methods`: the methods of the
-    model, or of a block, that are called in a step beside `forward`. `timeout`: seconds after which a rank that does
-    not answer ends the run. `backend`: None is nccl on CUDA devices, else gloo.
+    Args:
+        blocks: The classes of the modules that are gathered one at a time, such as a transformer's layer. Weights
+            outside of them are gathered with the model itself.
+        timeout: Seconds after which a rank that does not answer ends the run.
+        backend: The backend of `torch.distributed`. None: nccl on CUDA devices, else gloo.
+        reshard_after_forward: Whether gathered weights are freed after a block's forward and gathered again for its
+            backward. A number: resharded to so many ranks. None: freed in blocks, not in the model itself.
+        policy: torch's `MixedPrecisionPolicy`.
+        methods: Methods of the model, or of a block, that are called in a step beside `forward`.
     """
 
     blocks: Collection[type[nn.Module]]

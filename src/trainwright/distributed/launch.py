@@ -68,15 +68,22 @@ class _Report(NamedTuple):
 
 @suggests
 def launch(main: Callable[..., R], *args: Any, processes: int = 2, timeout: float | None = None) -> R:
-    """Run `main(*args)` in several processes of this machine at once; return the value that it returns on rank 0.
+    """Run `main(*args)` in several processes of this machine; return the value that it returns on rank 0.
 
     In each, `Trainer(...)` finds the others as under torchrun. A function that new processes can import runs in new
     ones; any other, as in a notebook, in copies of this one (fork), unless threads or CUDA prevent it. One process is
-    this process itself. `timeout`: seconds after which all are ended; None: never.
+    this process itself. Ctrl-C, SIGTERM and SIGUSR1 are passed on, and end this process as they end a `fit`, when all
+    others have saved and ended.
 
-    Raises DistributedError with the traceback of the process that failed, when all others have ended; SettingError for
-    a function that no other process can run, and inside processes that were started together already. Ctrl-C, SIGTERM
-    and SIGUSR1 are passed on, and end this process as they end a `fit`, when all others have saved and ended.
+    Args:
+        main: The function.
+        *args: Its arguments.
+        processes: The number of processes.
+        timeout: Seconds after which all are ended. None: never.
+
+    Raises:
+        DistributedError: With the traceback of the process that failed, when all others have ended.
+        SettingError: For a function that no other process can run, and inside processes that were started together.
     """
     _check(main, processes, timeout)
     if processes == 1:

@@ -25,10 +25,15 @@ NO_ERRORS: Mapping[str, float] = MappingProxyType({})
 class EarlyStopping:
     """Stop after `patience` consecutive validations that do not beat the best by more than `min_delta`.
 
-    `mode` is "min" or "max" and may be left out for names that end in "loss". `min_delta` is a distance (0.001), a
-    share of the best ("1%"), or "1se": the standard error of the best over its rows. The best moves only when it is
-    beaten by more than that, so slow steady gains add up. With `restore_best` the model holds the best weights when
-    `fit` ends, stopped early or not.
+    The best moves only when it is beaten by more than `min_delta`, so that slow steady gains add up.
+
+    Args:
+        monitor: The name of the number, such as "val_loss".
+        mode: "min" or "max". Optional for names that end in "loss", of which less is better.
+        patience: Validations without an improvement before the run stops.
+        min_delta: A distance (0.001), a share of the best ("1%"), or "1se": the standard error of the best over its
+            rows.
+        restore_best: Whether the model holds the best weights when `fit` ends, stopped early or not.
     """
 
     monitor: str

@@ -25,9 +25,13 @@ IGNORED = -100
 def accuracy(output: Tensor, target: Tensor) -> SumLoss:
     """Return hits and counted targets, as a `SumLoss`: the share of right classes.
 
-    `output` (N, C) or (N, C, d...) holds a score per class, `target` (N) or (N, d...) class numbers; targets of -100
-    are not counted. The largest score is the guess. With one class, `output` (N), (N, 1) or (N, 1, d...) is a logit,
-    positive where the guess is yes, and `target`, of the same number of elements, is yes above 0.5; all are counted.
+    With several classes the largest score is the guess. With one class, a score above 0 is the guess "yes", and a
+    target above 0.5 is "yes"; all elements are counted.
+
+    Args:
+        output: (N, C) or (N, C, d...): a score per class. Or (N), (N, 1) or (N, 1, d...): a logit.
+        target: (N) or (N, d...): class numbers, of which -100 is not counted. With one class as many elements as
+            `output`.
     """
     if output.dim() == 1 or output.shape[1] == 1:
         if output.numel() != target.numel():
@@ -39,7 +43,11 @@ def accuracy(output: Tensor, target: Tensor) -> SumLoss:
 
 
 def top_k(k: int) -> Callable[[Tensor, Tensor], SumLoss]:
-    """Return a metric: the share of targets that are among the `k` largest scores; shapes and -100 as in `accuracy`."""
+    """Return a metric: the share of targets that are among the `k` largest scores.
+
+    Args:
+        k: The number of scores. Shapes and -100 are as in `accuracy`.
+    """
     check_whole(k, f"top_k({k!r})", what="a whole number of classes", fix="top_k(5)")
 
     def metric(output: Tensor, target: Tensor) -> SumLoss:
@@ -68,20 +76,26 @@ class OverAll:
 def over_all(fn: MetricFunction) -> OverAll:
     """Return a metric: `fn(outputs, targets)`, called once per evaluation with the CPU tensors of all rows.
 
-    `fn` returns a number or a dict of numbers. It counts in evaluation only: training stores no rows. Outputs and
-    targets of every batch are tensors with rows, copied to the host: the memory is rows x (output + target), on rank 0
-    that of all ranks, for as long as the pass takes. With several processes the rows go to rank 0, which calls `fn`
-    and broadcasts the result. Rows are in the order of the data, so that n processes give the number of one.
+    It counts in evaluation only: training stores no rows. Outputs and targets of every batch are copied to the host:
+    the memory is rows x (output + target), on rank 0 that of all ranks, for as long as the pass takes. With several
+    processes rank 0 calls `fn` and broadcasts the result. Rows are in the order of the data, so that n processes give
+    the number of one.
+
+    Args:
+        fn: A function that returns a number or a dict of numbers.
     """
     return OverAll(fn)
 
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A number of the other numbers, e.g. `Derived(lambda n: math.exp(n["loss"]))` for perplexity.
+    """A number computed from the other numbers, such as `Derived(lambda n: math.exp(n["loss"]))` for perplexity.
 
-    `fn` gets all numbers of the same evaluation, and those derived before it, under their names without prefix.
     An overflow gives infinity.
+
+    Args:
+        fn: A function of all numbers of the same evaluation, and those derived before it, by their names without
+            prefix.
     """
 
     fn: Callable[[Mapping[str, float]], float]

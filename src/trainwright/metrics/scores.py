@@ -161,11 +161,14 @@ class R2:
 class F1:
     """F1 score, 2 hits / (guesses + targets) of each class, from counts over all rows.
 
-    `output` (N, C, d...) scores classes and `target` (N, d...) holds class numbers, -100 where it does not count; or
-    `output` (N), (N, 1, d...) is a logit, yes above 0, and `target` is yes above 0.5. `average` is the plain mean over
-    classes ("macro"), that weighted by how often each is the target ("weighted"), the score of all counts together
-    ("micro"), or that of class 1 of two ("binary"). The mean is over `classes`; without them over those that were seen
-    as target or guess, as in scikit-learn. A class that never was either has the score 0.
+    `output` (N, C, d...) scores classes and `target` (N, d...) holds class numbers, -100 where it does not count. Or
+    `output` (N), (N, 1, d...) is a logit, yes above 0, and `target` is yes above 0.5. A class that was neither guessed
+    nor a target has the score 0.
+
+    Args:
+        average: "macro" is the plain mean over classes, "weighted" the mean weighted by the number of targets, "micro"
+            the score of all counts together, "binary" that of class 1 of two.
+        classes: The classes of the mean. None: those that were seen as target or guess, as in scikit-learn.
     """
 
     _counts: Tensor | None

@@ -49,8 +49,12 @@ class WeightAveraging:
 class EMA(WeightAveraging):
     """Exponential moving average, taken after every update: decay x average + (1 - decay) x weights.
 
-    The first one copies the weights. `warmup`: until it is larger, the decay of update n is (1 + n) / (10 + n), as in
-    TensorFlow's `tf.train.ExponentialMovingAverage` with `num_updates`; a young average then forgets faster.
+    The first average is a copy of the weights.
+
+    Args:
+        decay: The decay, from 0 to 1.
+        warmup: Whether the decay of update n is at most (1 + n) / (10 + n), as in TensorFlow's
+            `tf.train.ExponentialMovingAverage` with `num_updates`: a young average then forgets faster.
     """
 
     decay: float = 0.999
@@ -76,9 +80,12 @@ class EMA(WeightAveraging):
 class SWA(WeightAveraging):
     """Stochastic weight averaging: the plain mean of the weights at every `every`, from `start` on (arXiv 1803.05407).
 
-    `start`: a duration, or a fraction of the run; the weights there are the first of the mean. `every`: Epochs(n), at
-    the ends of epochs n, 2n, ..., or Updates(n), after updates n, 2n, ... BatchNorm statistics are estimated again for
-    the averaged weights, as torch's `update_bn` does, whenever they are evaluated.
+    BatchNorm statistics are estimated again for the averaged weights, as by torch's `update_bn`, whenever they are
+    evaluated.
+
+    Args:
+        start: A duration, or a fraction of the run. The weights there are the first of the mean.
+        every: `Epochs(n)`: at the ends of epochs n, 2n, ... `Updates(n)`: after updates n, 2n, ...
     """
 
     start: Length = 0.75

@@ -18,7 +18,12 @@ from trainwright.protocols import Clip
 @suggests
 @dataclass(frozen=True, slots=True)
 class ClipNorm:
-    """Scale the gradients down so that their total norm is at most `max_norm` (torch's `clip_grad_norm_`)."""
+    """Scale the gradients down so that their total norm is at most `max_norm` (torch's `clip_grad_norm_`).
+
+    Args:
+        max_norm: The largest norm of the complete update's gradient.
+        norm_type: The order of the norm; `math.inf` is the largest absolute value.
+    """
 
     max_norm: float
     _: KW_ONLY
@@ -38,7 +43,11 @@ class ClipNorm:
 
 @dataclass(frozen=True, slots=True)
 class ClipValue:
-    """Limit every element of the gradients to `-limit ... limit` (torch's `clip_grad_value_`)."""
+    """Limit every element of the gradients (torch's `clip_grad_value_`).
+
+    Args:
+        limit: Elements are limited to `-limit ... limit`.
+    """
 
     limit: float
 

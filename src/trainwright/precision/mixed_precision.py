@@ -26,10 +26,16 @@ KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 class MixedPrecision(Precision):
     """Run the steps under torch's autocast; with "fp16" scale the loss so that small gradients survive.
 
-    The scale follows torch's GradScaler: times `backoff_factor` after an update whose gradient overflowed, which is
-    then skipped, and times `growth_factor` after `growth_interval` updates in a row that did not. Below
-    `min_scale` it is never lowered: an overflow there is a non-finite gradient like any other.
-    "tf32" sets torch's float32 matmul precision to "high" while it is in use; it has no effect on a CPU.
+    The scale follows torch's GradScaler.
+
+    Args:
+        kind: "bf16", "fp16" or "tf32". "tf32" sets torch's float32 matmul precision to "high" while it is in use; it
+            has no effect on a CPU.
+        init_scale: The first loss scale.
+        growth_factor: The factor after `growth_interval` updates in a row without an overflow.
+        backoff_factor: The factor after an update whose gradient overflowed, which is skipped.
+        growth_interval: Updates without an overflow before the scale grows.
+        min_scale: The smallest scale. An overflow there is a non-finite gradient like any other.
     """
 
     kind: str
@@ -114,7 +120,11 @@ def unwarned() -> Iterator[None]:
 
 
 class LossScaler(LossScale):
-    """A dynamic loss scale, adapted once per update by the rules of torch's GradScaler, with the same values."""
+    """A dynamic loss scale, adapted once per update by the rules of torch's GradScaler, with the same values.
+
+    Args:
+        settings: The factors, as `MixedPrecision("fp16", ...)`.
+    """
 
     def __init__(self, settings: MixedPrecision | None = None) -> None:
         if settings is not None and not isinstance(settings, MixedPrecision):

@@ -29,10 +29,6 @@ PerGroup = float | Sequence[float]
 class OneCycle(BuiltinSchedule):
     """torch's `OneCycleLR` over the run: up to `max_lr`, then down, with the momentum the other way round.
 
-    `warmup` is torch's `pct_start`, the part of the run in which the rate rises; a duration is turned into that part.
-    `cycle_momentum="auto"` is as in torch for a group that has a momentum (or a first beta) above 0, and off for
-    one that has none; True is then refused. The other arguments have torch's names and defaults.
-
     Like every schedule it also works in a loop of your own:
 
     >>> import torch
@@ -43,6 +39,18 @@ class OneCycle(BuiltinSchedule):
     ...     schedule.apply(update)  # then forward, backward, optimizer.step()
     >>> optimizer.param_groups[0]["lr"]
     2e-06
+
+    Args:
+        max_lr: The highest rate, or one per parameter group.
+        warmup: The part of the run in which the rate rises (torch's `pct_start`), or a duration.
+        anneal_strategy: "cos" or "linear".
+        cycle_momentum: "auto" cycles the momentum of groups that have one (or a first beta) above 0. True refuses
+            groups without.
+        base_momentum: The momentum at the highest rate.
+        max_momentum: The momentum at the lowest rate.
+        div_factor: The first rate is `max_lr / div_factor`.
+        final_div_factor: The last rate is the first one divided by it.
+        three_phase: Whether the rate falls to the first one before it falls to the last one.
     """
 
     max_lr: PerGroup
@@ -90,8 +98,19 @@ class OneCycle(BuiltinSchedule):
 class Cyclic(BuiltinSchedule):
     """torch's `CyclicLR`: up from `base_lr` to `max_lr` and down again, until the run ends.
 
-    A warm-up rises to `base_lr`. `cycle_momentum="auto"` is as in torch for a group that has a momentum (or a first
-    beta) above 0, and off for one that has none. The other arguments have torch's names and defaults.
+    Args:
+        base_lr: The lowest rate, or one per parameter group.
+        max_lr: The highest rate, or one per parameter group.
+        step_size_up: The length of a rise.
+        step_size_down: The length of a fall. None: as the rise.
+        mode: "triangular", "triangular2" (half the height in each cycle) or "exp_range" (times `gamma` per update).
+        gamma: The factor of "exp_range".
+        scale_fn: A function of your own that scales the height, in place of `mode`.
+        scale_mode: Whether `scale_fn` gets the number of the "cycle" or of the update ("iterations").
+        cycle_momentum: "auto" cycles the momentum of groups that have one (or a first beta) above 0.
+        base_momentum: The momentum at the highest rate.
+        max_momentum: The momentum at the lowest rate.
+        warmup: A warm-up to `base_lr`, as a duration or a fraction of the run.
     """
 
     base_lr: PerGroup

@@ -96,9 +96,14 @@ def as_schedule(value: object) -> Schedule | None:
 @suggests
 @dataclass(frozen=True, slots=True)
 class StepLR(BuiltinSchedule):
-    """torch's `StepLR`: the rate times `gamma` whenever another `step` has passed, counted from the warm-up's end.
+    """torch's `StepLR`: the rate times `gamma` whenever another `step` has passed, counted from the end of the warm-up.
 
     Epochs are those of the plan: where `accumulate` changes, the rate still falls at the ends of epochs.
+
+    Args:
+        step: The interval, a duration or a fraction of the run.
+        gamma: The factor.
+        warmup: The length of the warm-up, a duration or a fraction of the run.
     """
 
     step: Length
@@ -123,9 +128,12 @@ class StepLR(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class Exponential(BuiltinSchedule):
-    """torch's `ExponentialLR`, stepped each time `every` has passed: the rate times `gamma`, after the warm-up.
+    """torch's `ExponentialLR`: the rate times `gamma` each time `every` has passed after the warm-up.
 
-    `every=Epochs(1)` is as in torch's examples; `every=Updates(1)` falls with each update.
+    Args:
+        gamma: The factor.
+        every: The interval: `Epochs(1)` as in torch's examples, `Updates(1)` for a fall with each update.
+        warmup: The length of the warm-up, a duration or a fraction of the run.
     """
 
     gamma: float
@@ -160,8 +168,12 @@ def _stepped_every(length: Length, schedule: StepLR | Exponential, plan: Plan, *
 class MultiStep(BuiltinSchedule):
     """torch's `MultiStepLR`: the rate times `gamma` at each milestone.
 
-    A milestone is a point of the run, warm-up included: `Epochs(30)` is the end of the 30th epoch, 0.5 half of the run.
     With w updates of warm-up torch's scheduler, which then starts late, gets the milestones less w.
+
+    Args:
+        milestones: Points of the run, warm-up included: `Epochs(30)` is the end of the 30th epoch, 0.5 half of the run.
+        gamma: The factor.
+        warmup: The length of the warm-up, a duration or a fraction of the run.
     """
 
     milestones: Sequence[Length]
@@ -223,10 +235,15 @@ class MultiStep(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class Linear(BuiltinSchedule):
-    """torch's `LinearLR`: from `start` to `final`, factors of each group's own rate, over a length (else: the rest).
+    """torch's `LinearLR`: from `start` to `final`, factors of each group's own rate.
 
-    Without `over` it takes the rest of the run after the warm-up; `final` is the rate that an update after the last
-    would have, so that no update is spent on a rate of 0.
+    `final` is the rate that an update after the last would have: no update is spent on a rate of 0.
+
+    Args:
+        final: The factor at the end.
+        start: The factor at the begin.
+        over: The length. None: the rest of the run after the warm-up.
+        warmup: The length of the warm-up, a duration or a fraction of the run.
     """
 
     final: float = 0.0
@@ -260,8 +277,12 @@ class Linear(BuiltinSchedule):
 class Cosine(BuiltinSchedule):
     """torch's `SequentialLR(LinearLR, CosineAnnealingLR)`: warm-up, then half a cosine down over the rest of the run.
 
-    `final` is a factor of each group's own rate (`eta_min = final * lr`). It is the rate that an update after the
-    last would have (`T_max` is the rest of the run), so that no update is spent on a rate of 0.
+    The last update has a rate above `final`, which an update after the last would have (`T_max` is the rest of the
+    run): no update is spent on a rate of 0.
+
+    Args:
+        warmup: The length of the warm-up, a duration or a fraction of the run.
+        final: A factor of each group's own rate (`eta_min = final * lr`).
     """
 
     warmup: Length | None = None
@@ -293,6 +314,12 @@ class WarmupStableDecay(BuiltinSchedule):
     (u + 1) / (w + 1) for u < w; 1 for w <= u <= T - d; and final + (1 - final) * f(p) with p = (u - (T - d)) / d
     from there, where f(p) is 1 - p ("linear"), 1 - sqrt(p) ("sqrt"), or (1 + cos(pi p)) / 2 ("cosine").
     Stable phase: Hu et al. 2024, arXiv:2404.06395; "sqrt": Hägele et al. 2024, arXiv:2405.18392.
+
+    Args:
+        warmup: The length of the warm-up, a duration or a fraction of the run.
+        decay: The length of the decay, a duration or a fraction of the run.
+        final: The factor of each group's own rate at the end.
+        shape: "linear", "sqrt" or "cosine".
     """
 
     warmup: Length

@@ -37,9 +37,18 @@ Unit = Literal["update", "epoch", "validation"]
 class Plateau(BuiltinSchedule):
     """torch's `ReduceLROnPlateau`: the rate times `factor` after `patience` validations without improvement.
 
-    `mode` may be left out for a monitor whose name ends in "loss". A NaN is no improvement. Patience and cooldown
-    count validations; the other arguments have torch's names and defaults. There is no warm-up: torch has none to
-    put before a schedule that reads validations.
+    A NaN is no improvement. There is no warm-up: torch has none to put before a schedule that reads validations.
+
+    Args:
+        monitor: The name of the number, such as "val_loss".
+        mode: "min" or "max". "auto" is "min" for a name that ends in "loss".
+        factor: The factor of the rate.
+        patience: Validations without improvement before the rate falls.
+        threshold: The least improvement.
+        threshold_mode: Whether `threshold` is relative ("rel") or a difference ("abs").
+        cooldown: Validations after a fall that are not counted.
+        min_lr: The lowest rate.
+        eps: The least change of a rate; smaller ones are left out.
     """
 
     monitor: str
@@ -79,12 +88,17 @@ class Plateau(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class TorchSchedule(BuiltinSchedule):
-    """Any scheduler of torch's kind: `factory(optimizer)` or `factory(optimizer, total)` builds it.
+    """Any scheduler of torch's kind, stepped by the trainer.
 
-    It is stepped once per applied update, per epoch or per validation, and `total` is how often that is in the run.
-    With `monitor`, each validation gives it the number of that name. The optimizer that the factory gets has the
-    groups of the real one (their settings, not their parameters). A resume builds the scheduler again and steps it as
-    often. Under fp16 the unit "update" costs one read from the device per update; other schedules do not.
+    The optimizer that the factory gets has the groups of the real one (their settings, not their parameters). A resume
+    builds the scheduler again and steps it as often. Under fp16 the unit "update" costs one read from the device per
+    update; other schedules do not.
+
+    Args:
+        factory: A function `factory(optimizer)` or `factory(optimizer, total)` that builds it. `total` is the number of
+            its steps in the run.
+        unit: When it is stepped: "update" (each applied one), "epoch" or "validation".
+        monitor: The name of a number that each step of a validation passes to it.
     """
 
     factory: Callable[..., LRScheduler]
