@@ -85,16 +85,26 @@ def batches(
 ) -> Batches:
     """Batches of `batch_size` rows of a data set.
 
-    Iterated by itself, each pass is the next epoch; a `fit` reads its own epochs, from 0: a second one repeats them.
+    The order is a function of (seed, epoch). Random draws of the data set depend on (seed, epoch, row), and leave the
+    generators of the process unchanged. Iterated by itself, each pass is the next epoch; a `fit` reads its own epochs,
+    from 0: a second `fit` repeats them.
 
-    `data` is a map-style `Dataset`, a tensor, an array, or a tuple or dict of equally long ones; a batch of arrays
-    is the same container of tensors. The order is a function of (seed, epoch); `seed=None` is drawn once from
-    torch's global generator at the first pass and saved in the state. A data set's own random draws depend on
-    (seed, epoch, row), and leave the generators of the process unchanged. `sampler` yields row numbers instead.
-    `batch_size` counts rows over all processes of a run, each of which runs its part of every batch; `per_rank`, in
-    its place, counts those of each, and such a run resumes only on as many processes. `workers` is the number of
-    worker processes that fetch rows: neither the order nor a number depends on it. `in_memory=True` reads a small data
-    set, whose rows are always the same, once into memory. Raises DataError for data without a batch.
+    Args:
+        data: A map-style `Dataset`, a tensor, an array, or a tuple or dict of equally long ones. A batch of arrays is
+            the same container of tensors.
+        batch_size: Rows per batch, over all processes of a run, each of which runs its part of every batch.
+        shuffle: Whether rows are in random order.
+        seed: The seed. None: drawn once from torch's global generator at the first pass, and saved in the state.
+        drop_last: Whether a short last batch is left out.
+        collate: A function from a list of rows to a batch. None: torch's `default_collate`.
+        sampler: Row numbers in the order of your own, in place of `shuffle`.
+        per_rank: Rows per batch of each process, in place of `batch_size`. Such a run resumes only on as many
+            processes.
+        workers: The number of worker processes that fetch rows. Neither the order nor a number depends on it.
+        in_memory: Read a small data set, whose rows are always the same, once into memory.
+
+    Raises:
+        DataError: For data without a batch.
     """
     settings = BatchSettings(
         batch_size=batch_size, per_rank=per_rank, shuffle=shuffle, seed=seed, drop_last=drop_last, workers=workers

@@ -30,9 +30,12 @@ class Sharded:
 def sharded(data: Any) -> Sharded:
     """Mark `data` as this process's own part already: the parts of all processes hold each row once.
 
-    `data` is a `DataLoader`, any iterable of batches, `batches(...)` of rows of this process's own, or a function
-    `epoch -> one of these`. Batches and rows are then this process's, and processes may have more or fewer of them.
-    On one process the mark has no effect.
+    Batches and rows are then this process's, and processes may have more or fewer of them. On one process the mark has
+    no effect.
+
+    Args:
+        data: A `DataLoader`, any iterable of batches, `batches(...)` of rows of this process's own, or a function
+            `epoch -> one of these`.
     """
     return Sharded(data)
 

@@ -24,17 +24,20 @@ from trainwright.modules.matching import Blocks, described, find_blocks
 def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> CheckpointedBlocks:
     """Run blocks of a model under `torch.utils.checkpoint.checkpoint`, in place; return the handle that undoes it.
 
-    `blocks`: a class of modules or several, names or globs over the names of modules ("layers.*"), or a predicate of
-    name and module; None: the classes with modules inside that the model has three times or more. Of blocks inside
-    one another the outer ones count.
-
     Gradients are the same to the last bit. Torch repeats its random draws and autocast; this function also repeats the
     draws of Python and NumPy, and lets buffers, running statistics and plain attributes change once. A forward whose
-    result depends on other state that changes, or that appends to a list, cannot be recomputed. StepError where a
-    weight has changed between forward and backward, which torch does not detect.
+    result depends on other state that changes, or that appends to a list, cannot be recomputed. Names in the
+    `state_dict` do not change. Passes without gradients run as before.
 
-    No wrappers: names in the `state_dict` do not change. Passes without gradients run as before. SettingError where
-    no block is found, a module is compiled already, or is recomputed already.
+    Args:
+        model: The model.
+        blocks: A class of modules or several, names or globs over the names of modules (`"layers.*"`), or a predicate
+            of name and module. None: the classes with modules inside that the model has three times or more. Of blocks
+            inside one another the outer ones count.
+
+    Raises:
+        SettingError: Where no block is found, or a module is compiled or recomputed already.
+        StepError: Where a weight has changed between forward and backward, which torch does not detect.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(message(f"checkpoint_activations({model!r})", want="a torch.nn.Module"))

@@ -52,6 +52,12 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
     2 * M * N * K. A copy of the model runs on torch's meta device, which has shapes and no values: model, modes,
     buffers and random state do not change. Hooks do not run, and blocks of `checkpoint_activations` count once. A model
     that needs values (`.item()`) or names a device raises its own error.
+
+    Args:
+        model: The model.
+        *inputs: Its positional inputs.
+        backward: Whether the operations of the backward are added.
+        **keywords: Its inputs by keyword.
     """
     from torch.utils.flop_counter import FlopCounterMode
 

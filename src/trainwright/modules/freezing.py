@@ -21,11 +21,17 @@ M = TypeVar("M", bound=nn.Module)
 def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> M:
     """Stop training all parameters of `module`, or those that `pattern` selects; return the module.
 
-    `pattern` is the name of a submodule ("backbone.0") or a glob over the names of parameters (`"layer1.*"`).
-    With `norm="eval"`, norm layers with running statistics and no trained parameter, and those without parameters in
-    a submodule that is now completely frozen, are in eval mode until `unfreeze`, also after `model.train()`. With
-    "train" modes do not change, and the statistics are updated as before. Gradients of frozen parameters are set to
-    None. A module without parameters is valid. SettingError where nothing has such a name.
+    Gradients of frozen parameters are set to None. A module without parameters is valid.
+
+    Args:
+        module: The module.
+        pattern: The name of a submodule (`"backbone.0"`) or a glob over the names of parameters (`"layer1.*"`).
+        norm: "eval" holds norm layers in eval mode until `unfreeze`, also after `model.train()`: those with running
+            statistics and no trained parameter, and those without parameters in a submodule that is now completely
+            frozen. "train" changes no mode: statistics are updated as before.
+
+    Raises:
+        SettingError: Where nothing has such a name.
     """
     _check_module("freeze", module)
     if norm not in ("eval", "train"):
@@ -44,12 +50,18 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
 
 @suggests
 def unfreeze(module: M, pattern: str | None = None) -> M:
-    """Train all parameters of `module` again, or those that `pattern` selects, as in `freeze`; return the module.
+    """Train all parameters of `module` again, or those that `pattern` selects; return the module.
 
-    Norm layers that `freeze` holds in eval mode are released in a submodule of that name, where one of their
-    parameters is trained again, or, if they have none, one of the submodule around them. They get the mode of the
-    module around them, and `module` itself gets train mode. The pattern may select a part of what was frozen.
-    SettingError where nothing has such a name, and where all matches are integers, which have no gradient.
+    Norm layers that `freeze` holds in eval mode are released in a submodule of that name, where one of their parameters
+    is trained again, or, if they have none, one of the submodule around them. They get the mode of the module around
+    them, and `module` itself gets train mode.
+
+    Args:
+        module: The module.
+        pattern: As in `freeze`. It may select a part of what was frozen.
+
+    Raises:
+        SettingError: Where nothing has such a name, and where all matches are integers, which have no gradient.
     """
     _check_module("unfreeze", module)
     found = _find(module, pattern, f"unfreeze(..., {pattern!r})")

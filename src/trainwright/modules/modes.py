@@ -22,9 +22,13 @@ _TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
 
 @contextmanager
 def training_mode(module: nn.Module, train: bool) -> Iterator[None]:
-    """Train mode (True) or eval mode (False) inside; each module has its own mode again afterwards, also on an error.
+    """Set train or eval mode inside a `with` block; each module has its own mode again afterwards, also on an error.
 
     Layers that `freeze` holds in eval mode stay there.
+
+    Args:
+        module: The module.
+        train: True for train mode, False for eval mode.
     """
     if not isinstance(train, bool):
         raise TypeError(

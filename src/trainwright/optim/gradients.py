@@ -25,8 +25,10 @@ class Gradients:
     If some parameters are sharded, all ranks build this alike and call the same methods: a norm is that of the complete
     gradients, and a flag is 1.0 on all ranks if any shard is not finite.
 
-    `order`: parameters in the order in which norms are summed, usually `model.parameters()`; others come last. Without
-    it the order is that of the optimizers' groups. The order changes the last bits of a norm.
+    Args:
+        *optimizers: The optimizers.
+        order: Parameters in the order in which norms are summed, usually `model.parameters()`; others come last.
+            Without it the order is that of the optimizers' groups. The order changes the last bits of a norm.
     """
 
     __slots__ = (

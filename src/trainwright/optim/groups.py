@@ -37,17 +37,24 @@ def param_groups(
 ) -> list[Group]:
     """Return the parameters of a model in named groups, for any optimizer that takes groups.
 
-    Weights decay, embeddings included. No decay: biases and all other parameters with fewer than two dimensions,
-    parameters of normalization layers, and parameters that `no_decay` names. Frozen parameters are included: they are
-    not updated until they are unfrozen. A tied parameter is in one group.
+    Weights decay, embeddings included. Biases, all other parameters with fewer than two dimensions, parameters of
+    normalization layers and `no_decay` do not. Frozen parameters are included: they are not updated until they are
+    unfrozen. A tied parameter is in one group. A name is that of a submodule (`"backbone.0"`), or a glob over the names
+    of parameters (`"layer1.*"`).
 
-    A name is that of a submodule ("backbone.0"), or a glob over the names of parameters ("*.bias"). `lrs` sets the rate
-    of the parameters that a name matches; if several match, the longest wins (wildcards do not count). `layers` names
-    layers from the input to the output, and `layer_decay` is the factor from each layer's rate to that of the layer
-    before it: with n layers the rate of the i-th (from 0) is multiplied by `layer_decay ** (n - i)`. A ModuleList,
-    ModuleDict or Sequential in it represents the layers inside; a glob ("stem.*") is one layer. Parameters in no layer
-    have the full rate.
-    SettingError for settings that cannot work, and for a name that matches no parameter.
+    Args:
+        model: The model.
+        lr: The rate.
+        weight_decay: The decay of weights.
+        lrs: Rates by name. If several names match a parameter, the longest wins (wildcards do not count).
+        no_decay: Names of parameters without decay.
+        layer_decay: The factor from each layer's rate to that of the layer before it: with n layers the rate of the
+            i-th (from 0) is multiplied by `layer_decay ** (n - i)`. Parameters in no layer have the full rate.
+        layers: Names of layers from the input to the output. A ModuleList, ModuleDict or Sequential represents the
+            layers inside; a glob is one layer.
+
+    Raises:
+        SettingError: For settings that cannot work, and for a name that matches no parameter.
     """
     return Groups(
         lr=lr, weight_decay=weight_decay, lrs=lrs, no_decay=no_decay, layer_decay=layer_decay, layers=layers

@@ -124,13 +124,19 @@ class Lamb(LayerwiseOptimizer):
         u = mhat / (sqrt(vhat) + eps) + b * w
         w <- w - lr * phi(|w|) / |u| * u             # a factor 1 where phi(|w|) or |u| is 0
 
-    phi is the identity; with `clamp=(low, high)` it is min(max(z, low), high). Without `bias_correction` mhat and vhat
-    are m and v, as in the third version of the paper.
+    phi is the identity, or the limits of `clamp`. Groups may set each argument; `param_groups` gives groups without
+    decay for biases and norms. Steps are made by foreach kernels; gradients stay as they are.
 
-    With `adapt="weights"` the factor is for parameters with two dimensions or more, and biases and norms are stepped as
-    by AdamW with its decay inside the update; "all" has it for every parameter, as in the paper. Groups may set each of
-    these; `param_groups` gives such without decay for biases and norms. Steps are made by foreach kernels; gradients
-    stay as they are.
+    Args:
+        params: Parameters or groups.
+        lr: The rate.
+        betas: The decay of the two moments.
+        eps: Added to the denominator.
+        weight_decay: The decay b.
+        bias_correction: False: mhat and vhat are m and v, as in the third version of the paper.
+        clamp: `(low, high)`: phi(z) is min(max(z, low), high).
+        adapt: "weights" has the factor for parameters with two dimensions or more; biases and norms are stepped as by
+            AdamW with its decay inside the update. "all" has it for every parameter, as in the paper.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -215,11 +221,18 @@ class Lars(LayerwiseOptimizer):
         w <- w - lr * v
 
     The rate is outside of v, as in torch's SGD. The paper has it inside (v <- m * v + lr * ratio * ...): the same for a
-    constant rate; after a change of the rate, v here adapts at once. `nesterov` steps by ratio * (g + b * w) + m * v.
+    constant rate; after a change of the rate, v here adapts at once. Groups may set each argument; `param_groups` gives
+    groups without decay for biases and norms. Steps are made by foreach kernels; gradients stay as they are.
 
-    With `adapt="weights"` the ratio is for parameters with two dimensions or more, and biases and norms are stepped as
-    by SGD; "all" has it for every parameter, as in the paper. Groups may set each of these; `param_groups` gives such
-    without decay for biases and norms. Steps are made by foreach kernels; gradients stay as they are.
+    Args:
+        params: Parameters or groups.
+        lr: The rate.
+        momentum: The momentum m.
+        weight_decay: The decay b.
+        trust: The trust coefficient eta.
+        nesterov: Whether to step by ratio * (g + b * w) + m * v.
+        adapt: "weights" has the ratio for parameters with two dimensions or more; biases and norms are stepped as by
+            SGD. "all" has it for every parameter, as in the paper.
     """
 
     moments = ("momentum_buffer",)

@@ -41,9 +41,20 @@ def adamw(
 ) -> Callable[[nn.Module], torch.optim.AdamW]:
     """Return a function that makes `torch.optim.AdamW` for a model, with named groups.
 
-    `weight_decay`, `lrs`, `no_decay`, `layer_decay` and `layers` set decay and rate of each parameter as in
-    `param_groups`. `fused="auto"` uses torch's fused kernels if all parameters are floating point on devices that have
-    them, the CPU included. SettingError for settings that cannot work.
+    Args:
+        lr: The rate.
+        weight_decay: The decay of weights; biases and norms have none, as in `param_groups`.
+        betas: As in torch.
+        eps: As in torch.
+        lrs: Rates by name, as in `param_groups`.
+        no_decay: Names without decay, as in `param_groups`.
+        layer_decay: The factor of the rate from layer to layer, as in `param_groups`.
+        layers: The names of layers, as in `param_groups`.
+        fused: "auto" uses torch's fused kernels if all parameters are floating point on devices that have them, the CPU
+            included.
+
+    Raises:
+        SettingError: For settings that cannot work.
     """
     groups = Groups(
         lr=lr,
@@ -74,9 +85,20 @@ def sgd(
 ) -> Callable[[nn.Module], torch.optim.SGD]:
     """Return a function that makes `torch.optim.SGD` for a model, with momentum and named groups.
 
-    `weight_decay`, `lrs`, `no_decay`, `layer_decay` and `layers` set decay and rate of each parameter as in
-    `param_groups`. `fused="auto"` uses torch's fused kernels if they support all parameters: not bfloat16 or float16 on
-    a CPU, where the kernel is wrong. SettingError for settings that cannot work.
+    Args:
+        lr: The rate.
+        momentum: As in torch.
+        weight_decay: The decay of weights; biases and norms have none, as in `param_groups`.
+        nesterov: As in torch.
+        lrs: Rates by name, as in `param_groups`.
+        no_decay: Names without decay, as in `param_groups`.
+        layer_decay: The factor of the rate from layer to layer, as in `param_groups`.
+        layers: The names of layers, as in `param_groups`.
+        fused: "auto" uses torch's fused kernels if they support all parameters: not bfloat16 or float16 on a CPU, where
+            the kernel is wrong.
+
+    Raises:
+        SettingError: For settings that cannot work.
     """
     groups = Groups(
         lr=lr,
@@ -116,13 +138,28 @@ def muon(
     """Return a function that makes one optimizer for a model: `torch.optim.Muon` and, for other parameters, AdamW.
 
     Muon makes the update of a hidden layer's matrix orthogonal (https://kellerjordan.github.io/posts/muon/). It gets
-    the weights with two dimensions, except embeddings and the parameters that `others` names: the output layer, and any
-    other that is no hidden layer. By default that is the last `nn.Linear` that the model defines; `()` excludes none.
-    AdamW trains all other parameters. With `adjust_lr="match_rms_adamw"` Muon's steps are as long as AdamW's (arXiv
-    2502.16982), and one rate is right for both; "original" is that of the page above, and requires an `adamw_lr`.
+    the weights with two dimensions, except embeddings and `others`. AdamW trains all other parameters. Groups are those
+    of `param_groups`, each split in two. Requires torch 2.9.
 
-    Groups are those of `param_groups`, each split in two. Requires torch 2.9. SettingError for settings that cannot
-    work, and for a torch without Muon.
+    Args:
+        lr: The rate of Muon, and of AdamW where `adamw_lr` is not given.
+        weight_decay: The decay of weights.
+        momentum: The momentum of Muon.
+        nesterov: As in torch.
+        adjust_lr: "match_rms_adamw" makes Muon's steps as long as AdamW's (arXiv 2502.16982): one rate is right for
+            both. "original" is that of the page above, and requires an `adamw_lr`.
+        adamw_lr: The rate of AdamW.
+        betas: The betas of AdamW.
+        others: Names of matrices that AdamW trains: the output layer, and any other that is no hidden layer. None: the
+            last `nn.Linear` that the model defines. `()` excludes none.
+        lrs: Rates by name, as in `param_groups`.
+        no_decay: Names without decay, as in `param_groups`.
+        layer_decay: The factor of the rate from layer to layer, as in `param_groups`.
+        layers: The names of layers, as in `param_groups`.
+        fused: Whether AdamW uses torch's fused kernels. "auto": where it supports all parameters.
+
+    Raises:
+        SettingError: For settings that cannot work, and for a torch without Muon.
     """
     groups = Groups(
         lr=lr,

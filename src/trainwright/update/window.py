@@ -150,7 +150,13 @@ def windows(
     """Group batches into windows of `accumulate`; the last one of a pass is short, and no batch is lost.
 
     All batches of a window are fetched before it is returned, and the first batch of the next when that is asked for.
-    `rows` and `count` are called on each host batch.
+
+    Args:
+        batches: The batches.
+        accumulate: Micro-batches per window.
+        rows: A function that returns the rows of a host batch.
+        count: A function that returns the count of the loss of a host batch.
+        move: A function that moves a batch to the device, when it is read from the window.
     """
     rows, batches = rows_of if rows is None else rows, iter(batches)
     while group := list(islice(batches, accumulate)):

@@ -39,13 +39,23 @@ def bucketed(
 ) -> Bucketed:
     """Return batches of rows of neighboring lengths, each row once; a variant of `batches`.
 
-    `lengths` are the lengths of all rows, or a function of a row, which is called once with each. A batch has at most
-    `batch_size` rows, and padded to its longest row at most `tokens` positions; one of the two, or both. Rows are
-    sorted by length. With `shuffle`, rows that are shorter than the longest of a batch by at most a `slack` of its
-    length are mixed (neighbors alone where a batch has no room for more), and batches come in random order: it is a
-    function of (seed, epoch), and every epoch has as many batches. Without `shuffle` the longest come first. `collate`
-    makes a batch of rows, as `pad(...)` does. Raises DataError for a row that is longer than `tokens`, and for lengths
-    that are not those of the rows.
+    A batch has at most `batch_size` rows, and padded to its longest row at most `tokens` positions; one of the two, or
+    both. The order is a function of (seed, epoch), and every epoch has as many batches.
+
+    Args:
+        data: As in `batches`.
+        batch_size: The most rows of a batch.
+        lengths: The lengths of all rows, or a function of a row, which is called once with each.
+        tokens: The most positions of a batch, padding included.
+        shuffle: Mix rows of similar length, and batches. Without it the longest come first.
+        seed: As in `batches`.
+        drop_last: Whether short batches are left out.
+        collate: A function from a list of rows to a batch, such as `pad(...)`.
+        workers: As in `batches`.
+        slack: How much shorter than the longest of its batch a mixed row may be, as a part of that length.
+
+    Raises:
+        DataError: For a row that is longer than `tokens`, and for lengths that are not those of the rows.
     """
     if collate is not None and not callable(collate):
         raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")

@@ -19,9 +19,15 @@ class Normalize(nn.Module):
     """Subtract the mean of each channel and divide by its standard deviation, in training and evaluation alike.
 
     The first layer of a model of images, (rows, channels, height, width): `nn.Sequential(Normalize(mean, std), model)`.
-    uint8 is divided by 255 first, so that `mean` and `std` are those of numbers from 0 to 1, and images may travel to
-    the device as uint8, a quarter of the bytes of float32. Both are buffers: weights files hold them, and the output
-    has their dtype. Raises DataError for images of another number of channels or an integer type other than uint8.
+    uint8 is divided by 255 first, so that images may travel to the device as uint8, a quarter of the bytes of float32.
+    Both arguments become buffers: weights files hold them, and the output has their dtype.
+
+    Args:
+        mean: The mean of each channel, of numbers from 0 to 1 where images are uint8.
+        std: The standard deviation of each channel.
+
+    Raises:
+        DataError: For images of another number of channels or an integer type other than uint8.
     """
 
     mean: Tensor

@@ -34,12 +34,17 @@ def pad(
 
     A row is a sequence (a tensor, an array, a list of numbers, bytes), a tuple of sequences and numbers whose last is
     the target, or a dict of them, whose target is under "target", "targets", "labels", "label" or "y". Inputs become
-    (rows, width, ...), padded with `value`; targets that are sequences are padded with `ignore_index`, which torch's
-    losses leave out; numbers become (rows,). `returns="mask"` adds a tensor of bool (rows, width), True where an entry
-    is real, "lengths" the lengths, int64 (rows,): in tuples before the target, in dicts under that name. With several
-    input sequences there is one for each, in dicts as `<key>_mask`, or only that of the input under the key or position
-    `of`. `dtype` is that of inputs that are sequences; None preserves it (bytes become int64). Widths are multiples of
-    `multiple`.
+    (rows, width, ...); numbers become (rows,).
+
+    Args:
+        value: The padding of inputs.
+        ignore_index: The padding of targets that are sequences, which torch's losses leave out.
+        returns: "mask" adds a tensor of bool (rows, width), True where an entry is real. "lengths" adds the lengths,
+            int64 (rows,). In tuples it comes before the target, in dicts under that name; with several input sequences
+            there is one for each, in dicts as `<key>_mask`.
+        of: The key or position of the one input whose mask or lengths are returned.
+        dtype: The dtype of inputs that are sequences. None preserves it (bytes become int64).
+        multiple: Widths are multiples of it.
     """
     return Pad(value=value, ignore_index=ignore_index, returns=returns, of=of, dtype=dtype, multiple=multiple)
 

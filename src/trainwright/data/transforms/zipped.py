@@ -26,11 +26,16 @@ LENGTHS = ("longest", "shortest")
 def together(*, length: str = "longest", **loaders: Any) -> Together:
     """Zip several loaders: each batch is a dict of one batch of each, by their names.
 
-    `loaders` are data of any form that `train` takes, by keywords. One of them sets the epoch: the "longest", the
-    "shortest", or the one that `length` names. The others continue from epoch to epoch where they stopped, and begin
-    their next pass when they end, so that each of their rows is used. A batch counts as many rows as that of the
-    first loader; a step whose loss is a mean over something else returns `MeanLoss` or `SumLoss` with its own count.
-    SettingError for fewer than two loaders, for names that cannot be keywords, and for one loader under two names.
+    One loader sets the epoch. The others continue from epoch to epoch where they stopped, and begin their next pass when they end, so that each of
+    their rows is used. A batch counts as many rows as that of the first loader; a step whose loss is a mean over
+    something else returns `MeanLoss` or `SumLoss` with its own count.
+
+    Args:
+        length: The loader that sets the epoch: "longest", "shortest", or its name.
+        **loaders: Data of any form that `fit` takes.
+
+    Raises:
+        SettingError: For fewer than two loaders, for names that cannot be keywords, and for one loader under two names.
     """
     return Together(loaders, length)
 
