@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 
 import pytest
@@ -30,18 +29,6 @@ def raised(block, kind=Interrupted):
     return caught.value
 
 
-@pytest.mark.parametrize(("number", "name"), [(15, "SIGTERM"), (signal.SIGUSR1, "SIGUSR1"), (2, "Ctrl-C")])
-def test_a_signal_is_noted_wakes_the_loop_and_is_raised_at_the_boundary(number, name):
-    signals, woken = made()
-    with pytest.raises(Interrupted) as caught, signals.installed():
-        signals.check()
-        send(number)
-        assert signals.received == number and woken == [True]
-        signals.check()
-    assert (caught.value.name, caught.value.number, caught.value.late) == (name, number, False)
-    assert not any(isinstance(one, threading.Timer) and not one.finished.is_set() for one in threading.enumerate())
-
-
 def test_an_error_is_not_replaced_by_a_signal_that_came_before_it():
     signals, _ = made()
 
@@ -65,22 +52,6 @@ def test_after_the_last_item_a_signal_is_noted_again():
     raised(block)
 
 
-def test_what_is_held_is_not_cut_off_and_the_grace_begins_anew_after_it():
-    signals, _ = made(GRACE)
-    held = []
-
-    def block():
-        with signals.installed():
-            send(signal.SIGTERM)
-            with signals.held(), signals.held():
-                time.sleep(3 * GRACE)
-                held.append(time.monotonic())
-            time.sleep(60)
-
-    assert raised(block).late
-    assert GRACE <= time.monotonic() - held[0] < 40
-
-
 def test_a_boundary_right_after_what_was_held_is_in_time():
     signals, _ = made(GRACE)
 
@@ -92,21 +63,6 @@ def test_a_boundary_right_after_what_was_held_is_in_time():
             signals.check()
 
     assert not raised(block).late
-
-
-def test_a_second_sigterm_changes_nothing_and_a_ctrl_c_after_it_is_a_second_one():
-    signals, _ = made()
-
-    def block():
-        with signals.installed():
-            send(signal.SIGTERM)
-            time.sleep(0.12)
-            send(signal.SIGTERM)
-            send(signal.SIGUSR1)
-            assert signals.received == signal.SIGTERM
-            send(signal.SIGINT)
-
-    raised(block, KeyboardInterrupt)
 
 
 def test_a_handler_that_was_set_inside_stays_afterwards():

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch.optim import Optimizer
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn, update_bn
 
+from laws.traceless_cases import ScheduleFree
 from trainwright import (
     EMA,
     SWA,
@@ -186,51 +186,14 @@ def test_swa_with_batchnorm_on_a_stream_is_refused_with_what_to_write():
     assert made(frozen, average=SWA(Updates(1), Updates(1))).fit(stream, val(), max_updates=4).updates == 4
 
 
-class ScheduleFree(Optimizer):
-    """Schedule-free SGD (arXiv 2405.15682): trains y, shows x, and keeps z."""
-
-    def __init__(self, params, lr=0.1, beta=0.9):
-        super().__init__(params, {"lr": lr, "beta": beta, "train_mode": False, "k": 0})
-
-    def eval(self):
-        self._turn(to_train=False)
-
-    def train(self):
-        self._turn(to_train=True)
-
-    @torch.no_grad()
-    def _turn(self, *, to_train):
-        for group in self.param_groups:
-            if group["train_mode"] is not to_train:
-                for p in group["params"]:
-                    if "z" in self.state[p]:
-                        p.lerp_(self.state[p]["z"], 1 - group["beta"] if to_train else 1 - 1 / group["beta"])
-                group["train_mode"] = to_train
-
-    @torch.no_grad()
-    def step(self, closure=None):
-        for group in self.param_groups:
-            if not group["train_mode"]:
-                raise RuntimeError("call train() first")
-            weight = 1 / (group["k"] + 1)
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                z = self.state[p].setdefault("z", p.clone())
-                p.lerp_(z, weight)
-                p.add_(p.grad, alpha=group["lr"] * (group["beta"] * (1 - weight) - 1))
-                z.sub_(p.grad, alpha=group["lr"])
-            group["k"] += 1
-
-
 def free(cls=Trainer, **settings):
     model = net()
-    return cls(model, ScheduleFree(model.parameters()), nn.MSELoss(), **{"console": False} | settings)
+    return cls(model, ScheduleFree(model.parameters(), lr=0.1), nn.MSELoss(), **{"console": False} | settings)
 
 
 def by_hand(epochs):
     model = net()
-    optimizer = ScheduleFree(model.parameters())
+    optimizer = ScheduleFree(model.parameters(), lr=0.1)
     optimizer.train()
     for _ in range(epochs):
         for a, b in zip(x.split(8), y.split(8), strict=True):

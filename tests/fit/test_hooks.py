@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 import torch
 from torch import nn
@@ -20,9 +18,7 @@ from trainwright import (
     TrainwrightError,
     Updates,
     batches,
-    freeze,
     latest_checkpoint,
-    unfreeze,
 )
 
 x = torch.randn(12, 4, generator=torch.Generator().manual_seed(0))
@@ -117,25 +113,6 @@ def test_begin_epoch_adds_a_head_and_a_group_that_train_from_then_on():
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(trainer.model.parameters(), model.parameters(), strict=True))
     assert not torch.equal(trainer.before, model[1].weight)
-
-
-def test_begin_epoch_freezes_and_sets_free():
-    seen = []
-
-    class Thaws(Trainer):
-        def begin_epoch(self, epoch):
-            (freeze if epoch % 2 == 0 else unfreeze)(self.model[0])
-
-        def after_update(self):
-            seen.append(self.model[0].weight.detach().clone())
-
-    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 3))
-    start = model[0].weight.detach().clone()
-    made(Thaws, model, clip=1.0, on_nonfinite="skip").fit(data(), epochs=3)
-    assert all(torch.equal(one, start) for one in seen[:3])
-    moved = [not torch.equal(a, b) for a, b in itertools.pairwise(seen[2:6])]
-    assert moved == [True] * 3
-    assert all(torch.equal(one, seen[5]) for one in seen[6:])
 
 
 @pytest.mark.parametrize("hook", ["begin_epoch", "end_epoch", "after_update", "training_step"])

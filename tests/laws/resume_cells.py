@@ -28,12 +28,6 @@ def is_cell(cell: Cell) -> bool:
     return cell["data"] != "batches" or cell["workers"] == "0"
 
 
-def not_built(cell: Cell) -> bool:
-    """Whether the library does not resume this exactly yet, and does not say that it does: none, at present."""
-    del cell
-    return False
-
-
 def all_cells() -> list[Cell]:
     """Every cell."""
     cells = (dict(zip(SETTINGS, values, strict=True)) for values in product(*SETTINGS.values()))

@@ -10,16 +10,14 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator
 from itertools import chain
 from pathlib import Path
-from random import Random
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from laws.resume_cells import SETTINGS, Cell, alike, all_cells, name, not_built, pairwise
+from laws.resume_cells import SETTINGS, Cell, alike, all_cells, name, pairwise
 from laws.resume_law import Found, check, workers
 
 OTHERS = SETTINGS["interrupt"][1:]
@@ -29,22 +27,18 @@ def main() -> int:
     """Check what was asked for, print what differs, and return how many cells do, up to 1."""
     given = arguments()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell has started it in the background
-    cells, given.commit = list(chosen(given)), commit()
-    if given.sample:
-        cells = list(chain(*Random(0).sample(alike(cells), given.sample)))
-    excluded = [cell for cell in cells if not_built(cell)]
-    built = [cell for cell in cells if not not_built(cell)]
-    print(f"{len(built)} cells, {len(excluded)} more that are not built", flush=True)
+    cells, given.commit = chosen(given), commit()
+    print(f"{len(cells)} cells", flush=True)
     begun, found = time.perf_counter(), []
     with workers(given.jobs) as pool:
-        for results in pool.map(_checked, alike(built)):
+        for results in pool.map(_checked, alike(cells)):
             found += results
             for one in results:
                 if one.differences:
                     print(f"DIFFERS {name(one.cell)} ({one.at}):\n  {one.differences[0]}", flush=True)
             if len(found) % 200 < len(results):
                 print(f"{len(found)} cells, {time.perf_counter() - begun:.0f} s", flush=True)
-    text = summary(found, len(excluded), seconds=time.perf_counter() - begun, given=given)
+    text = summary(found, seconds=time.perf_counter() - begun, given=given)
     print(text)
     if given.out is not None:
         given.out.write_text(text)
@@ -55,27 +49,16 @@ def arguments() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--all", action="store_true", help="all cells; without it, a cover of all pairs")
-    parser.add_argument("--interrupts", action="store_true", help="with --all: each cell interrupted in all four ways")
-    parser.add_argument(
-        "--sample", type=int, default=0, help="so many settings of a run, drawn from all; always the same"
-    )
     parser.add_argument("--jobs", type=int, default=2)
-    parser.add_argument("--only", nargs="*", default=[], help="only cells that have these words in their names")
     parser.add_argument("--out", type=Path, help="where the result is written, as Markdown")
     return parser.parse_args()
 
 
-def chosen(given: argparse.Namespace) -> Iterator[Cell]:
+def chosen(given: argparse.Namespace) -> list[Cell]:
     """The cells that were asked for: all of them twice, killed and interrupted in one of the other ways, in turn."""
     if not given.all:
-        cells = pairwise([cell for cell in all_cells() if not not_built(cell)])
-    elif given.interrupts:
-        cells = all_cells()
-    else:
-        cells = chain(*(_two_ways(group, number) for number, group in enumerate(alike(all_cells()))))
-    for cell in cells:
-        if all(word in name(cell) for word in given.only):
-            yield cell
+        return pairwise(all_cells())
+    return list(chain(*(_two_ways(group, number) for number, group in enumerate(alike(all_cells())))))
 
 
 def _two_ways(group: list[Cell], number: int) -> list[Cell]:
@@ -94,7 +77,7 @@ def _checked(cells: list[Cell]) -> list[Found]:
     return check(*cells)
 
 
-def summary(found: list[Found], excluded: int, *, seconds: float, given: argparse.Namespace) -> str:
+def summary(found: list[Found], *, seconds: float, given: argparse.Namespace) -> str:
     """The result as Markdown: counts by setting, the time, and every cell that differs."""
     bad = [one for one in found if one.differences]
     groups = {id(group[0]): group for group in alike(one.cell for one in found)}
@@ -102,8 +85,7 @@ def summary(found: list[Found], excluded: int, *, seconds: float, given: argpars
         "# The law Resume, cell by cell",
         "",
         f"{len(found)} cells ({len(groups)} settings of a run, each interrupted in one or several ways), "
-        f"**{len(bad)} differ**; {excluded} cells are not built."
-        + (f" They are a sample of {given.sample} settings out of {len(alike(all_cells()))}." if given.sample else ""),
+        f"**{len(bad)} differ**.",
         "",
         "A cell trains 3 epochs of 7 batches three times: never interrupted, interrupted, and resumed in a new",
         "process. Equal bit for bit are, per update, the rows that were seen, the record that observers get, the model",

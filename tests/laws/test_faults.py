@@ -22,7 +22,7 @@ SQUARES = partial(test_window.check_known, UNEVEN, "squares")
 SEEN_BY = {
     faults.draws_from_the_global_rng: test_plain.check_loop,
     faults.draws_before_the_loader: test_plain.check_loader,
-    faults.evaluation_moves_the_rng: test_plain_evaluation.test_what_a_validation_draws_does_not_move_the_training,
+    faults.evaluation_moves_the_rng: test_plain_evaluation.check_validation,
     faults.evaluation_leaves_eval_mode_behind: partial(test_plain_evaluation.check_validation, Updates(4)),
     faults.evaluation_in_train_mode: partial(test_plain_evaluation.check_evaluate, "cnn"),
     faults.evaluation_wakes_what_was_in_eval_mode: test_plain_evaluation.check_evaluate,

@@ -31,6 +31,7 @@ from . import test_numbers_nan as nan
 from . import test_schedule_stages as stages
 from . import test_schedule_trainer as schedule
 from . import test_traceless as traceless
+from . import test_traceless_contract as contract
 
 pytestmark = pytest.mark.slow
 
@@ -277,12 +278,12 @@ def evaluation_ends_with_train_mode_for_every_module(patch):
     patch.setattr(modes, "_restore_modes", lambda each: each[0][0].train())  # the root
 
 
-@fault(traceless.check_a_run_with_validation_is_the_run_without, "batches")
+@fault(contract.check_validated)
 def the_model_stays_in_eval_mode_after_validation(patch):
     patch.setattr(modes, "_restore_modes", lambda each: None)
 
 
-@fault(traceless.check_evaluating_inside_an_epoch_changes_nothing, traceless.TRAIN["generator"])
+@fault(contract.check_run, "accumulate", "begin_epoch")
 def a_loaders_own_generator_is_moved(patch):
     patch.setattr(LoaderBatches, "generators", ())
 

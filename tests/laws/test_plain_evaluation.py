@@ -10,11 +10,11 @@ from torch.nn import functional as F
 from trainwright import Trainer, Updates
 
 from .models import assert_equal, assert_twins, build, ready
-from .plain_loops import EPOCHS, by_hand, by_trainer, cast
+from .plain_loops import EPOCHS, by_trainer, cast
 
 
 def check_validation(validate=None, kind="mlp"):
-    """Validation, also in the middle of an epoch: the plain loop that puts the RNG back after its own."""
+    """Validation that draws, also in the middle of an epoch: the plain loop that puts the RNG back after its own."""
     data, val = ready(kind), ready(kind, 29, seed=9)
     every = len(data) if validate is None else validate.n
     theirs, ours = build(kind), build(kind)
@@ -33,7 +33,8 @@ def check_validation(validate=None, kind="mlp"):
                 vals.append(evaluated(model, val))
                 torch.set_rng_state(rng)
     rng = torch.get_rng_state()
-    _, result, losses, our_rng = by_trainer(*ours, nn.CrossEntropyLoss(), data, val=val, validate=validate)
+    settings = {"val": val, "validate": validate, "trainer": Drawing}
+    _, result, losses, our_rng = by_trainer(*ours, nn.CrossEntropyLoss(), data, **settings)
     assert losses == expected
     found = [row["val_loss"] for row in result.history if "val_loss" in row]
     assert found[: len(vals)] == vals and len(found) - len(vals) <= (len(expected) % every > 0)
@@ -86,18 +87,6 @@ def check_evaluate(kind="mlp", precision=None):
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
 def test_validation_in_between_leaves_the_training_as_it_is(kind, validate):
     check_validation(validate, kind)
-
-
-def test_what_a_validation_draws_does_not_move_the_training():
-    """What a validation draws does not move the training."""
-    theirs, ours = build("mlp"), build("mlp")
-    data = ready("mlp")
-    expected, rng = by_hand(*theirs, F.cross_entropy, data)
-    _, _, losses, our_rng = by_trainer(
-        *ours, nn.CrossEntropyLoss(), data, val=ready("mlp", 20), trainer=Drawing, validate=Updates(4)
-    )
-    assert losses == expected and torch.equal(our_rng, rng)
-    assert_twins(ours, theirs)
 
 
 @pytest.mark.parametrize("precision", [None, "bf16"])

@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import Cosine, Observer, Trainer, Updates, accuracy, batches
+from trainwright import Trainer, accuracy, batches
 from trainwright.metrics import Derived
+
+from .guest_cases import equal, generators
 
 
 def rows_of_data(rows=30, seed=0):
@@ -37,14 +39,6 @@ class Noisy(Trainer):
         return super().validation_step(batch)
 
 
-class Told(Observer):
-    def __init__(self):
-        self.updates = []
-
-    def on_update(self, update):
-        self.updates.append((update.loss, update.lr, update.rows))
-
-
 def make(cls=Noisy, **settings):
     model = network()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
@@ -60,27 +54,13 @@ def everything(trainer):
             "gradients": [p.grad for p in model.parameters()],
             "modes": [module.training for module in model.modules()],
             "trainable": [p.requires_grad for p in model.parameters()],
-            "python": random.getstate(),
-            "numpy": np.random.get_state(),
-            "torch": torch.get_rng_state(),
+            "generators": generators(),
             "autocast": torch.is_autocast_enabled("cpu"),
             "grad": torch.is_grad_enabled(),
             "progress": repr(trainer.progress),
             "history": trainer.history,
         }
     )
-
-
-def same(one, other):
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, other)
-    if isinstance(one, np.ndarray):
-        return np.array_equal(one, other)
-    if isinstance(one, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, tuple | list):
-        return len(one) == len(other) and all(same(*pair) for pair in zip(one, other, strict=True))
-    return one == other
 
 
 def loader_with_noise():
@@ -105,7 +85,7 @@ def test_evaluation_and_prediction_leave_everything_as_it_was(kind):
     before = everything(trainer)
     trainer.evaluate(DATA[kind]())
     trainer.predict(DATA[kind]())
-    assert same(before, everything(trainer))
+    assert equal(before, everything(trainer))
 
 
 def test_a_failing_evaluation_leaves_everything_as_it_was():
@@ -120,97 +100,8 @@ def test_a_failing_evaluation_leaves_everything_as_it_was():
     before = everything(trainer)
     with pytest.raises(RuntimeError, match="no"):
         trainer.evaluate(loader_with_noise())
-    assert same(before, everything(trainer))
+    assert equal(before, everything(trainer))
     trainer.fit(batches(rows_of_data(), 8), epochs=1)
-
-
-def trained(val, *, train=None, cls=Noisy, **settings):
-    """A run with shuffling, dropout, BatchNorm, accumulation and a schedule; what came out of it."""
-    told = Told()
-    trainer = make(cls, accumulate=2, schedule=Cosine(), observers=[told])
-    random.seed(1)
-    np.random.seed(2)
-    torch.manual_seed(3)
-    train = DataLoader(TensorDataset(*rows_of_data()), 4, shuffle=True) if train is None else train()
-    result = trainer.fit(train, val, epochs=3, **settings)
-    losses = {row["update"]: row["loss"] for row in result.history if row["update"] % 4 == 0}
-    state = [*trainer.model.state_dict().values()]
-    return state, told.updates, losses, (random.random(), np.random.rand(), torch.rand(2))
-
-
-def check_a_run_with_validation_is_the_run_without(kind, **settings):
-    assert same(trained(None), trained(DATA[kind](), **settings))
-
-
-@pytest.mark.parametrize("settings", [{}, {"validate": Updates(1)}, {"validate": Updates(3)}])
-@pytest.mark.parametrize("kind", ["batches", "DataLoader", "list"])
-def test_a_run_with_validations_is_the_run_without_them_bit_for_bit(kind, settings):
-    check_a_run_with_validation_is_the_run_without(kind, **settings)
-
-
-class Evaluates(Noisy):
-    """Evaluates in the middle of a window, between two micro-batches, and in an update; on the training data too."""
-
-    train = None
-
-    def training_step(self, batch):
-        if torch.is_grad_enabled() and self.progress.updates % 2 and self.train is not None:
-            self.evaluate(self.train, name="train")
-            self.predict(batches(rows_of_data(seed=1), 8))
-        return super().training_step(batch)
-
-
-def check_evaluating_inside_an_epoch_changes_nothing(make_train):
-    class Here(Evaluates):
-        def fit(self, train, *args, **kwargs):
-            self.train = train
-            return super().fit(train, *args, **kwargs)
-
-    assert same(trained(None, train=make_train, cls=Evaluates), trained(None, train=make_train, cls=Here))
-
-
-TRAIN = {
-    "batches": lambda: batches(rows_of_data(), 4, shuffle=True, seed=1),
-    "no seed": lambda: batches(rows_of_data(), 4, shuffle=True),
-    "list": lambda: list(zip(*(column.split(4) for column in rows_of_data()), strict=True)),
-    "DataLoader": lambda: DataLoader(TensorDataset(*rows_of_data()), 4, shuffle=True),
-    "generator": lambda: DataLoader(
-        TensorDataset(*rows_of_data()), 4, shuffle=True, generator=torch.Generator().manual_seed(7)
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", TRAIN)
-def test_evaluating_the_training_data_from_within_a_step_changes_nothing(kind):
-    check_evaluating_inside_an_epoch_changes_nothing(TRAIN[kind])
-
-
-def test_numbers_of_an_evaluation_inside_an_epoch_do_not_enter_training_and_the_other_way_round():
-    seen = []
-
-    class Here(Evaluates):
-        def training_step(self, batch):
-            if torch.is_grad_enabled():
-                seen.append(self.evaluate(batches(rows_of_data(seed=1), 8)))
-            return Trainer.training_step(self, batch)
-
-    trainer = make(Here)
-    trainer.optimizer.param_groups[0].update(lr=0.0, weight_decay=0.0)
-    trainer.model[3].p = 0.0
-    trainer.model[1].eval()
-    row = trainer.fit(batches(rows_of_data(), 8), epochs=1).history[0]
-    assert all(numbers == seen[0] for numbers in seen)
-    assert row["loss"] == pytest.approx(trainer.evaluate(batches(rows_of_data(), 8))["val_loss"], rel=1e-6)
-    assert "val_loss" not in row
-
-
-def test_a_module_that_the_user_put_in_eval_mode_stays_there_through_training_and_validation():
-    trainer = make()
-    trainer.model[1].eval()
-    before = trainer.model[1].running_mean.clone()
-    trainer.fit(batches(rows_of_data(), 8), batches(rows_of_data(), 8), epochs=2, validate=Updates(1))
-    assert torch.equal(before, trainer.model[1].running_mean)
-    assert [module.training for module in trainer.model] == [True, False, True, True, True]
 
 
 def test_a_metric_object_of_the_users_own_is_not_touched():

@@ -240,21 +240,6 @@ def test_an_attribute_of_another_trainer_says_the_name_here(name):
     assert getattr(trainer_of_ones_own, name) == 3 and name in dir(trainer_of_ones_own)
 
 
-def test_the_names_here_are_there():
-    trainer = make()
-    seen = []
-
-    class Looks(Observer):
-        def on_update(self, update):
-            seen.append((trainer.progress.updates, trainer.progress.epoch, trainer.is_main, trainer.world.rank))
-
-    trainer.observers = [Looks()]
-    trainer.fit(pieces(), epochs=1)
-    assert seen[0] == (1, 0, True, 0) and trainer.world.size == 1 and trainer.history[-1]["loss"] > 0
-    assert trainer.evaluate(pieces(), "test")["test_loss"] > 0
-    assert {"fit", "evaluate", "save", "model"} <= set(dir(trainer))
-
-
 def test_the_names_cost_other_attributes_nothing():
     """A `__getattr__` would: every attribute and method of the trainer would be looked up by slower code."""
     assert not any("__getattr__" in vars(cls) or "__getattribute__" in vars(cls) for cls in Trainer.__mro__[:-1])
@@ -421,14 +406,6 @@ def test_a_checkpoint_stays_a_plain_record():
         slot.keep = 5
     with pytest.raises(SettingError, match="keep=0"):
         replace(slot, keep=0)
-
-
-def test_every_argument_is_offered():
-    with pytest.raises(TypeError) as caught:
-        make(precison="bf16", on_eror=None)
-    (note,) = caught.value.__notes__
-    assert "Did you mean 'precision'?" in note
-    assert "on_oom" in note and "fast" in note
 
 
 class Forgets(Trainer):

@@ -12,7 +12,7 @@ from torch import nn
 
 from trainwright.core.errors import SettingError
 from trainwright.modules.freezing import freeze, held, unfreeze
-from trainwright.modules.modes import evaluating, training_mode, wake
+from trainwright.modules.modes import evaluating, training_mode
 
 
 class Net(nn.Module):
@@ -234,17 +234,6 @@ def test_the_state_dict_does_not_change():
     Net().load_state_dict(model.state_dict())
 
 
-def test_an_evaluation_puts_the_modes_back():
-    model = Net()
-    freeze(model, "backbone")
-    model.backbone[1][2].eval()
-    before = modes(model)
-    with evaluating(model):
-        assert modes(model) == set()
-    assert modes(model) == before
-    assert marked(model) == NORMS
-
-
 def test_a_parent_with_a_train_of_its_own_does_not_wake_what_is_frozen():
     class Own(Net):
         def train(self, mode=True):
@@ -264,30 +253,6 @@ def test_what_is_frozen_inside_an_evaluation_stays_frozen():
         freeze(model, "backbone")
     assert modes(model).isdisjoint(NORMS)
     assert moved(model) == {"head.1"}
-
-
-def test_waking_a_model_left_in_eval_mode_does_not_wake_what_is_frozen():
-    model = Net()
-    freeze(model, "backbone.1.1")  # it has no parameters that would tell
-    model.eval()
-    assert "backbone.1.1" not in wake(model)
-    assert marked(model) == {"backbone.1.1"}
-    assert modes(model) == {name for name, _ in model.named_modules()} - {"backbone.1.1"}
-
-
-@pytest.mark.parametrize("train", [True, False])
-def test_a_mode_holds_inside_and_each_module_has_its_own_again_also_after_an_error(train):
-    model = Net()
-    freeze(model, "backbone")
-    model.head.eval()
-    before = modes(model)
-    inside = {name for name, _ in model.named_modules()} - NORMS if train else set()
-    with training_mode(model, train):
-        assert modes(model) == inside
-    assert modes(model) == before
-    with pytest.raises(RuntimeError, match="own"), training_mode(model, train):
-        raise RuntimeError("own")
-    assert modes(model) == before
 
 
 def test_an_average_of_a_frozen_model_is_frozen_too():

@@ -101,20 +101,3 @@ def test_each_stage_trains_what_it_has_set_free(epochs):
     trainer.fit(batches(rows(), 8), epochs=epochs)
     parts = {name.split(".")[0] for name in changed(trainer.model, start)}
     assert parts == {1: {"head"}, 2: {"head", "body"}, 3: {"head", "body", "stem"}}[epochs]
-
-
-@pytest.mark.parametrize("stop", [2, 6, 10])
-def test_a_run_in_stages_that_was_stopped_goes_on_as_if_it_had_not_been(stop, tmp_path):
-    class Stops(Stages):
-        def after_update(self):
-            if self.progress.updates == stop:
-                self.stop("here")
-
-    whole = staged()
-    whole.fit(batches(rows(), 8, shuffle=True, seed=0), epochs=4)
-    staged(tmp_path, Stops).fit(batches(rows(), 8, shuffle=True, seed=0), epochs=4)
-    again = staged(tmp_path)
-    again.fit(batches(rows(), 8, shuffle=True, seed=0), epochs=4, resume="auto")
-    assert again.progress.updates == 16
-    assert changed(again.model, whole.model.state_dict()) == set()
-    assert all(m.training == n.training for m, n in zip(whole.model.modules(), again.model.modules(), strict=True))

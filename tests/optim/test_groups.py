@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import SettingError, Trainer, adamw, sgd
+from trainwright import SettingError, adamw, sgd
 from trainwright.optim import Lamb, param_groups
 from trainwright.optim.fused import dtype_broken_in_sgd
 
@@ -148,21 +148,6 @@ def test_sgd_is_fused_where_the_kernel_is_right():
         cast = nn.Linear(2, 2, dtype=dtype)
         assert bool(sgd(lr=0.1)(cast).defaults["fused"]) == (dtype_broken_in_sgd(cast.parameters()) is None)
     assert not sgd(lr=0.1)(nn.Embedding(4, 2, sparse=True)).defaults["fused"]
-
-
-def test_sgd_in_a_trainer_is_that_of_a_loop_by_hand():
-    torch.manual_seed(0)
-    model = Net()
-    twin = copy.deepcopy(model)
-    x, y = torch.randn(12, 5), torch.arange(12) % 3
-    trainer = Trainer(model, sgd(lr=0.1, weight_decay=0.1), nn.CrossEntropyLoss(), console=False)
-    trainer.fit([(x[:6], y[:6]), (x[6:], y[6:])], epochs=2)
-    optimizer = sgd(lr=0.1, weight_decay=0.1)(twin)
-    for rows in (slice(6), slice(6, 12)) * 2:
-        optimizer.zero_grad()
-        nn.functional.cross_entropy(twin(x[rows]), y[rows]).backward()
-        optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
 
 
 def test_what_is_set_is_shown_and_pickled():

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Cosine, MixedPrecision, Observer, SettingError, Trainer, batches
+from trainwright import SettingError
 from trainwright.optim import Lamb, Lars, param_groups
 
 
@@ -177,34 +177,6 @@ def data():
 KINDS = {"lars": partial(Lars, trust=0.02), "lamb": Lamb}
 
 
-def trainer(kind, **settings):
-    torch.manual_seed(0)
-    model = Net()
-    made = KINDS[kind](param_groups(model, lr=0.1, weight_decay=0.1, lrs={"head": 0.01}), lr=0.1)
-    return Trainer(model, made, nn.CrossEntropyLoss(), **{"schedule": Cosine(), "console": False} | settings)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_resumed_run_is_the_one_that_went_through(kind, tmp_path):
-    whole = trainer(kind)
-    whole.fit(batches(data(), 4, shuffle=True, seed=1), epochs=3)
-    rows = lambda: batches(data(), 4, shuffle=True, seed=1)  # noqa: E731
-
-    class Stops(Trainer):
-        def after_update(self):
-            if self.progress.updates == 8:
-                self.stop("here")
-
-    first = trainer(kind, checkpoint=Checkpoint(tmp_path))
-    first.__class__ = Stops
-    first.fit(rows(), epochs=3)
-    again = trainer(kind, checkpoint=Checkpoint(tmp_path))
-    again.fit(rows(), epochs=3, resume="auto")
-    assert again.progress.updates == 18
-    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_state_goes_through_a_file_and_through_copies(kind):
     def step(model, optimizer):
@@ -229,34 +201,6 @@ def test_state_goes_through_a_file_and_through_copies(kind):
         step(one, way)
     for a, b, c in zip(model.parameters(), other.parameters(), both.parameters(), strict=True):
         assert torch.equal(a, b) and torch.equal(a, c)
-
-
-class Seen(Observer):
-    def __init__(self):
-        self.skipped = []
-
-    def on_update(self, update):
-        self.skipped.append(bool(update.skipped))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_the_scale_of_fp16_is_taken_out_and_an_overflow_moves_nothing(kind):
-    def run(scale):
-        seen = Seen()
-        made = trainer(kind, precision=MixedPrecision("fp16", init_scale=scale), observers=[seen])
-        start = copy.deepcopy(made.model.state_dict())
-        made.fit(batches(data(), 8), max_updates=4)
-        return made, seen.skipped, start
-
-    low, none, start = run(2.0**10)
-    high, _, _ = run(2.0**12)
-    over, some, _ = run(2.0**30)
-    assert not any(none) and some[0] and sum(not one for one in some) == 4
-    for a, b in zip(low.model.parameters(), high.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    assert all(p.isfinite().all() for p in over.model.parameters())
-    assert all(state["step"] == 4 for state in over.optimizer.state.values() if "step" in state)
-    assert any(not torch.equal(start[name], value) for name, value in low.model.state_dict().items())
 
 
 def test_reduced_precision_is_normed_in_float32():

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Checkpoint, Cosine, OneCycle, SettingError, Trainer, batches, freeze, unfreeze
+from trainwright import SettingError, Trainer, batches, freeze, unfreeze
 from trainwright.optim import muon
 from trainwright.optim.optimizers import MuonAdamW
 
@@ -88,32 +88,6 @@ def test_a_run_is_that_of_both_by_hand(original, fused):
         for optimizer in both:
             optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
-
-
-@needs_muon
-@pytest.mark.parametrize("schedule", [Cosine(), OneCycle(0.1)])
-def test_a_resumed_run_equals_an_uninterrupted_one(schedule, tmp_path):
-    def trainer(kind=Trainer, **settings):
-        made = muon(lr=0.02, lrs={"second": 0.005})
-        return kind(net(), made, nn.CrossEntropyLoss(), schedule=schedule, console=False, **settings)
-
-    class Stops(Trainer):
-        def after_update(self):
-            if self.progress.updates == 4:
-                self.stop("here")
-
-    rows = partial(batches, data(), 8, shuffle=True, seed=1)
-    whole = trainer()
-    whole.fit(rows(), epochs=3)
-    trainer(Stops, checkpoint=Checkpoint(tmp_path)).fit(rows(), epochs=3)
-    again = trainer(checkpoint=Checkpoint(tmp_path))
-    again.fit(rows(), epochs=3, resume="auto")
-    assert again.progress.updates == 9
-    for a, b in zip(whole.model.parameters(), again.model.parameters(), strict=True):
-        assert torch.equal(a, b)
-    one, other = (made.optimizer.state_dict()["state"] for made in (whole, again))
-    assert one.keys() == other.keys()
-    assert all(torch.equal(value, other[key][name]) for key, state in one.items() for name, value in state.items())
 
 
 @needs_muon

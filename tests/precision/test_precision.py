@@ -11,7 +11,7 @@ from torch import nn
 
 from trainwright import MixedPrecision, Observer, SettingError, Trainer
 from trainwright.observers import Update
-from trainwright.precision import LossScaler, Precision
+from trainwright.precision import LossScaler
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.update.loss_tracker import LossTracker
 
@@ -107,10 +107,6 @@ class Looks(Trainer):
         return super().training_step(batch)
 
 
-class Fails(Looks):
-    fails = True
-
-
 def make(cls=Looks, **settings):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
@@ -119,26 +115,6 @@ def make(cls=Looks, **settings):
 
 def outside():
     return (torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu"), torch.get_float32_matmul_precision())
-
-
-@pytest.mark.parametrize("kind", ["bf16", "fp16", "tf32", None])
-@pytest.mark.parametrize("cls", [Looks, Fails])
-def test_nothing_of_the_precision_is_left_behind_also_after_an_exception(kind, cls):
-    before = outside()
-    trainer = make(cls, precision=kind)
-    if cls is Fails:
-        with pytest.raises(RuntimeError, match="the step failed"):
-            trainer.fit(data(), epochs=1)
-    else:
-        trainer.fit(data(), data(), epochs=1)
-    enabled, dtype, matmul, computed = trainer.inside
-    assert enabled == (kind in ("bf16", "fp16"))
-    wanted = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(kind, torch.float32)
-    assert computed == wanted
-    assert dtype == wanted or not enabled
-    assert matmul == ("high" if kind == "tf32" else before[2])
-    assert outside() == before
-    assert trainer.model(data()[0][0]).dtype == torch.float32
 
 
 def test_evaluation_puts_the_tf32_switch_back_after_an_exception():
@@ -166,19 +142,6 @@ def test_fp16_weights_under_fp16_are_refused():
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), precision="fp16", console=False)
     with pytest.raises(SettingError, match=r"model.float\(\)"):
         trainer.fit(data(), epochs=1)
-
-
-def test_a_precision_of_the_users_own_fills_the_slot():
-    class Double(Precision):
-        def autocast(self, device_type):
-            return torch.autocast(device_type, torch.bfloat16)
-
-        def loss_scale(self, device_type):
-            return LossScaler(MixedPrecision("fp16", init_scale=4.0))
-
-    trainer = make(precision=Double())
-    trainer.fit(data(), epochs=1)
-    assert trainer.inside[3] == torch.bfloat16
 
 
 def test_a_loss_scaler_takes_settings_and_no_number():
