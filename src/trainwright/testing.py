@@ -47,6 +47,12 @@ def check_clip(clip: Clip) -> None:
     It takes a list of parameters, of which some may have no gradient; writes into the gradients and nothing else; does
     not raise their total norm; returns None or the norm before clipping, a tensor without dimensions; leaves a NaN in
     the gradients, where the check for non-finite values finds it; and reads no value from the device.
+
+    Args:
+        clip: The object.
+
+    Raises:
+        ProtocolError: With the rule that it breaks.
     """
     name = name_of(clip)
     if not callable(clip) or isinstance(clip, type):
@@ -159,12 +165,21 @@ def _no_gradient(name: str, error: Exception) -> ProtocolError:
 
 
 def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int = 6, lr: float = 0.1) -> None:
-    """Check an object for `Trainer(schedule=...)`, in a run of `updates` with SGD of rate `lr` and a momentum.
+    """Check an object for `Trainer(schedule=...)`, in a run with SGD and a momentum.
 
     `bind` returns a `BoundSchedule` and leaves the settings as they are, so that each `fit` begins alike; rates are
-    finite, not negative and functions of the applied updates: another `apply` for the same update sets the same rate;
-    a run that is resumed at any update has the rates of one that was never stopped; `restore_groups` sets the rates
-    from before the schedule, for the next `fit`. A monitored number gets better and worse during the check.
+    finite, not negative and functions of the applied updates: another `apply` for the same update sets the same rate; a
+    run that is resumed at any update has the rates of one that was never stopped; `restore_groups` sets the rates from
+    before the schedule, for the next `fit`. A monitored number gets better and worse during the check.
+
+    Args:
+        schedule: The object.
+        updates: The length of the run.
+        epoch_updates: The length of an epoch.
+        lr: The rate of SGD.
+
+    Raises:
+        ProtocolError: With the rule that it breaks.
     """
     name = name_of(schedule)
     if not callable(getattr(schedule, "bind", None)) or isinstance(schedule, type):
@@ -273,9 +288,18 @@ def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, 
     """Check an object or function for `Trainer(metrics=...)`, on a batch of a model's output and its target.
 
     It gives one number or a dict of numbers; it changes neither output nor target; the number of all rows is the same
-    for any cut into batches, within `rtol`; `compute` changes nothing; after `reset` no row is left; a copy is
-    independent, and one that is saved within a pass and loaded continues with equal numbers; `merge`, if there is one,
-    gives the number of all rows.
+    for any cut into batches; `compute` changes nothing; after `reset` no row is left; a copy is independent, and one
+    that is saved within a pass and loaded continues with equal numbers; `merge`, if there is one, gives the number of
+    all rows.
+
+    Args:
+        metric: The object or function.
+        output: Outputs of a model.
+        target: Their targets.
+        rtol: The relative tolerance between cuts.
+
+    Raises:
+        ProtocolError: With the rule that it breaks.
     """
     name = name_of(metric)
     _refuse_non_metrics(metric, name)
@@ -445,10 +469,17 @@ def _cut(value: Any, begin: int, end: int) -> Any:
 
 
 def check_stateful(part: Stateful, change: Callable[[], Any]) -> None:
-    """Check an object for `Trainer.parts()`; `change()` does to it what a run does, such as one update.
+    """Check an object for `Trainer.parts()`.
 
     Its state can be stored; `state_dict()` changes nothing and shows a change; `load_state_dict` of an earlier state
     restores it, and a change after that leads to the same state as the first time. The object is left changed.
+
+    Args:
+        part: The object.
+        change: A function that does to it what a run does, such as one update.
+
+    Raises:
+        ProtocolError: With the rule that it breaks.
     """
     name = name_of(part)
     for method in ("state_dict", "load_state_dict"):
@@ -502,6 +533,12 @@ def check_observer(observer: Observer) -> None:
 
     It is an `Observer`, and each of its methods takes the record of a run; the run ends with the weights, the losses
     and the random state of a run without it.
+
+    Args:
+        observer: The object.
+
+    Raises:
+        ProtocolError: With the rule that it breaks.
     """
     name = name_of(observer)
     if not isinstance(observer, Observer):

@@ -500,7 +500,11 @@ class Trainer(Generic[M]):
         return passes.autocast(self)
 
     def print(self, *values: object) -> None:
-        """Print a line, on the main process only, without tearing the live bar."""
+        """Print a line, on the main process only, without tearing the live bar.
+
+        Args:
+            *values: As for `print`, joined by blanks.
+        """
         if self.is_main:
             write_line(" ".join(map(str, values)))
 
@@ -525,7 +529,11 @@ class Trainer(Generic[M]):
 
     @suggests
     def stop(self, reason: str) -> None:
-        """End `fit` after the current update; `reason` becomes `Result.stopped`."""
+        """End `fit` after the current update.
+
+        Args:
+            reason: Why: it becomes `Result.stopped`.
+        """
         self._run.stop(reason)
 
     @property

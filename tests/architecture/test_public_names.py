@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import doctest
 import inspect
 import re
+from collections.abc import Callable
 from importlib import import_module
 from types import ModuleType
 
@@ -75,6 +77,56 @@ def test_every_public_name_is_in_the_reference_once() -> None:
     inner = {f"{package}.{name}" for package in PACKAGES for name in set(table(package)) - top}
     inner |= {f"{file}.{name}" for file in FILES for name in defined(file) - top}
     assert sorted(documented) == sorted(f"trainwright.{name}" for name in top | inner)
+
+
+def public_values() -> dict[str, object]:
+    """Every public class and function by its name."""
+    modules = [import_module(f"trainwright.{package}".rstrip(".")) for package in ("", *PACKAGES, *FILES)]
+    names = [(module, name) for module in modules for name in getattr(module, "__all__", [*vars(module)])]
+    found = {name: getattr(module, name) for module, name in names if not name.startswith("_")}
+    return {name: value for name, value in found.items() if str(getattr(value, "__module__", "")).startswith("trainw")}
+
+
+RECORDS = {
+    *("Advice", "AveragedWeights", "Batches", "Best", "Bucketed", "CrossValidation", "Effect", "Fold", "LRRange"),
+    *("LargestBatch", "ModelStatistics", "Overfit", "Pad", "ParameterStatistics", "Plan", "Progress", "Report"),
+    *("Result", "Saved", "Slice", "SmokeRun", "Speed", "Together", "Update", "Validation", "Window"),
+}
+"""Classes whose objects the library makes: the reference shows their attributes."""
+PROTOCOLS = {"Clip", "Metric", "Schedule", "Stateful"}
+
+
+def test_the_docstring_of_a_public_name_lists_every_parameter() -> None:
+    missing = []
+    for name, value in public_values().items():
+        if name not in documented_names() or name in RECORDS | PROTOCOLS:
+            continue
+        for owner, function in {name: value, **methods_of(name, value)}.items():
+            listed = re.findall(r"^ {4}\*{0,2}(\w+): ", inspect.getdoc(function) or "", re.M)
+            given = [one for one in inspect.signature(function).parameters if one != "self"]
+            missing += [f"{owner}({one}=)" for one in given if one not in listed and "Error" not in owner]
+    assert missing == []
+
+
+def documented_names() -> set[str]:
+    """The names with a place of their own in the reference."""
+    pages = "".join(page.read_text() for page in sorted((ROOT / "docs" / "reference").glob("*.md")))
+    return set(re.findall(r"^\.\. auto(?:class|function|exception):: [\w.]+?(\w+)$", pages, re.M))
+
+
+def methods_of(name: str, value: object) -> dict[str, Callable[..., object]]:
+    """The methods of the Trainer that users call with arguments."""
+    return {f"Trainer.{key}": getattr(value, key) for key in METHODS} if name == "Trainer" else {}
+
+
+def test_the_examples_of_public_docstrings_run() -> None:
+    ran = 0
+    for name, value in public_values().items():
+        for example in doctest.DocTestFinder(recurse=False).find(value, name, globs={}):
+            results = doctest.DocTestRunner().run(example)
+            assert results.failed == 0, name
+            ran += bool(results.attempted)
+    assert ran >= 5
 
 
 @pytest.mark.parametrize("package", PACKAGES)

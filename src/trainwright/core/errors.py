@@ -15,11 +15,17 @@ _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class TrainwrightError(Exception):
-    """Any error that this library raises on purpose, in addition to ``ValueError`` and ``TypeError`` for arguments.
+    """Any error that this library raises on purpose, in addition to `ValueError` and `TypeError` for arguments.
 
-    `raise SettingError("clip=-1", want="a number above 0", fix="clip=1.0")` is how a setting is refused: `have`,
-    `want` and `fix` each add a line below the first, and so does the user's line that led here (`where`, by default
-    where one of the others is given). A text alone stays as it is, as pickle and errors from other processes need.
+    `raise SettingError("clip=-1", want="a number above 0", fix="clip=1.0")` refuses a setting. A text alone stays as it
+    is, as pickle and errors from other processes need.
+
+    Args:
+        what: What is wrong, as it was given.
+        have: A line with what was found.
+        want: A line with what is expected.
+        fix: A line of code to write instead.
+        where: Whether to add the user's line that led here. None: where one of the other lines is given.
     """
 
     def __init__(
@@ -65,7 +71,12 @@ class DistributedError(TrainwrightError, RuntimeError):
 
 
 class Stopped(SystemExit):
-    """A signal has ended the run, after its update and a save; the exit status is 128 plus the signal's number."""
+    """A signal has ended the run, after its update and a save; the exit status is 128 plus the signal's number.
+
+    Args:
+        number: The number of the signal.
+        name: Its name, such as "SIGTERM".
+    """
 
     def __init__(self, number: int, name: str) -> None:
         super().__init__(128 + number)

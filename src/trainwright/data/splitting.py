@@ -23,11 +23,22 @@ D = TypeVar("D")
 def random_split(data: D, fraction: float, *, seed: int = 0) -> tuple[D, D]:
     """Return the rows of a data set in two parts, drawn at random: the rest, and `fraction` of the rows.
 
-    `data` is a tensor, an array, a tuple or dict of equally long ones, a list of rows, or a map-style `Dataset`. Each
-    part is of the same kind, with copies of its rows in the order of the data; of a `Dataset` it is a
+    Each part is of the same kind, with copies of its rows in the order of the data; of a `Dataset` it is a
     `torch.utils.data.Subset`. The second part has `round(fraction * rows)` rows, and each part at least one. The parts
-    depend on the number of rows, `fraction` and `seed` alone; the generators of the process are not used. DataError for
-    data without rows. For equal shares of classes: scikit-learn's `train_test_split(x, y, stratify=y)`.
+    depend on the number of rows, `fraction` and `seed` alone; the generators of the process are not used. For equal
+    shares of classes: scikit-learn's `train_test_split(x, y, stratify=y)`.
+
+    >>> from trainwright.data import random_split
+    >>> random_split(["a", "b", "c", "d", "e"], 0.4, seed=1)
+    (['b', 'c', 'e'], ['a', 'd'])
+
+    Args:
+        data: A tensor, an array, a tuple or dict of equally long ones, a list of rows, or a map-style `Dataset`.
+        fraction: The share of the second part, between 0 and 1.
+        seed: The seed of the draw.
+
+    Raises:
+        DataError: For data without rows.
     """
     if isinstance(fraction, bool) or not isinstance(fraction, float) or not 0 < fraction < 1:
         what, want = f"random_split(data, {fraction!r})", "the share of the second part, a float between 0 and 1"

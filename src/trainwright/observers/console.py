@@ -42,9 +42,11 @@ MUCH = 0.25
 class Console(Observer):
     """Prints a few lines before a run, a table during it and a few lines after it.
 
-    The stream is standard output where none is given. Nothing is printed per update, and no control characters; on a
-    terminal `console_observers` adds a bar for the running epoch. `width` is that of the terminal, at most 100, or 100
-    where the stream is no terminal.
+    Nothing is printed per update, and no control characters; a terminal also shows a bar for the running epoch.
+
+    Args:
+        stream: Where to print. None: standard output.
+        width: The width in characters. None: that of the terminal, at most 100, or 100 where the stream is no terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:

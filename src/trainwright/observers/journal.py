@@ -37,15 +37,18 @@ _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",",
 class Journal(Observer):
     """Appends one JSON object per event to a file: start, update, speed, statistics, validate, epoch, save, end.
 
-    `updates=n` writes every nth update (a skipped one always); each line costs a few microseconds. Lines are flushed
-    to the system as they are written, so that a complete checkpoint never holds updates that the journal lacks. NaN and
-    infinity are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal` turns back into numbers.
+    Lines are flushed to the system as they are written, so that a complete checkpoint never holds updates that the
+    journal lacks. NaN and infinity are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal`
+    turns back into numbers. A save is written when its checkpoint is complete, some updates after the update that it
+    saves. A checkpoint that was complete right before a crash may have no such line.
 
-    A save is written when its checkpoint is complete, some updates after the update that it saves. A checkpoint that
-    was complete right before a crash may have no such line.
+    Args:
+        path: The file. An existing journal is appended to.
+        updates: Write every nth update (a skipped one always). Each line costs a few microseconds.
 
-    An existing journal is appended to; DataError for a file that does not begin with a record. SettingError for a path
-    that is no regular file: a device or a pipe cannot be read back on resume.
+    Raises:
+        DataError: For a file that does not begin with a record.
+        SettingError: For a path that is no regular file: a device or a pipe cannot be read back on resume.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
@@ -192,7 +195,11 @@ class Journal(Observer):
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the records of a journal, oldest first, without a last line that a crash has cut off.
 
-    DataError, with the number of the line, for a line that is no record, and for a path that is no regular file.
+    Args:
+        path: The file of a `Journal`.
+
+    Raises:
+        DataError: With the number of the line, for a line that is no record, and for a path that is no regular file.
     """
     return [record for _, record in _lines(local_path(path, "read_journal({})", reads=True, file=True))]
 
@@ -200,8 +207,12 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str]) -> None:
     """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number.
 
-    Texts that begin with ``=``, ``+``, ``-``, ``@``, a tab or a carriage return get an apostrophe in front: otherwise a
+    Texts that begin with `=`, `+`, `-`, `@`, a tab or a carriage return get an apostrophe in front: otherwise a
     spreadsheet would run them as formulas. Numbers are written as they are.
+
+    Args:
+        path: The file of a `Journal`.
+        csv_path: The file to write.
     """
     target = local_path(csv_path, "journal_to_csv(..., {})", file=True)
     rows = [_flat(record) for record in read_journal(path) if record["event"] in ("update", "validate", "epoch")]

@@ -32,9 +32,13 @@ class RunObserver(Observer):
 class Probe(RunObserver):
     """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
 
-    `fn` runs in eval mode, with averaged weights where there are any, under no_grad and the autocast of the run.
-    Modes, random state, `trainer.state` and gradients are restored afterwards. The numbers are in the record of the
-    next update, and in the row of the epoch as means over its probes.
+    `fn` runs in eval mode, with averaged weights where there are any, under no_grad and the autocast of the run. Modes,
+    random state, `trainer.state` and gradients are restored afterwards. The numbers are in the record of the next
+    update, and in the row of the epoch as means over its probes.
+
+    Args:
+        fn: The function.
+        every: The interval.
     """
 
     def __init__(self, fn: Callable[[Any], Mapping[str, float] | None], *, every: Duration = Epochs(1)) -> None:  # noqa: B008
@@ -53,10 +57,16 @@ class Statistics(RunObserver):
     """Sends `ModelStatistics` to `on_statistics` of all observers, once every `every` updates.
 
     They are norm, maximum and share of zeros of each parameter and of its gradient, and the size of its change by the
-    update. `parameters`: a pattern of names, such as "head.*". They are computed on the device and read in one
-    transfer; the weights are copied for that update, and other updates cost nothing. The journal and TensorBoard write
-    them, and `latest` has the last ones. Of several processes rank 0 measures; all need the same `Statistics`.
-    SettingError for a sharded model, and for a pattern that matches nothing.
+    update. They are computed on the device and read in one transfer; the weights are copied for that update, and other
+    updates cost nothing. The journal and TensorBoard write them, and `latest` has the last ones. Of several processes
+    rank 0 measures; all need the same `Statistics`.
+
+    Args:
+        every: The interval, in updates.
+        parameters: A pattern of names, such as `"head.*"`.
+
+    Raises:
+        SettingError: For a sharded model, and for a pattern that matches nothing.
     """
 
     def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008

@@ -27,11 +27,18 @@ _STEP = "ProfilerStep"
 class Profile(RunObserver):
     """Records `updates` updates of each `fit` by torch's profiler, after the first `after` ones.
 
-    It writes `updates-11-15.json.gz` to `directory`, which chrome://tracing and ui.perfetto.dev open, and prints the
-    `rows` operations with the most self time per update (0 prints none). The update before the first one is the
-    warm-up. `memory`, `shapes` and `stacks` (Python lines) are recorded on request, each at a cost. Work between the
-    updates, such as a validation, is recorded too. Other updates cost nothing, and no result of the run changes. Of
-    several processes rank 0 is profiled; all need the same `Profile`.
+    It writes `updates-11-15.json.gz` to `directory`, which chrome://tracing and ui.perfetto.dev open. The update before
+    the first one is the warm-up. Work between the updates, such as a validation, is recorded too. Other updates cost
+    nothing, and no result of the run changes. Of several processes rank 0 is profiled; all need the same `Profile`.
+
+    Args:
+        directory: Where the trace is written.
+        after: Updates before the first recorded one.
+        updates: Recorded updates.
+        rows: How many operations with the most self time per update are printed. 0 prints none.
+        memory: Record memory, at a cost.
+        shapes: Record shapes, at a cost.
+        stacks: Record Python lines, at a cost.
     """
 
     def __init__(

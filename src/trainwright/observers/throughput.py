@@ -22,10 +22,14 @@ INPUT_BOUND = 0.1
 class Throughput(RunObserver):
     """Sends `Speed` to `on_speed` of all observers, each time `every` has passed and at the end of each epoch.
 
-    The console prints a line per epoch, and the journal writes every record. `flops_per_row`: operations of forward and
-    backward for one row; by default they are counted once on the meta device, if the steps are the default ones.
-    `peak`: operations per second of one device; by default the vendor's figure for dense bfloat16, if the device is in
-    the table of `modules/flops.py`. It costs nothing between two reports, and never waits for the device.
+    The console prints a line per epoch, and the journal writes every record. It costs nothing between two reports, and
+    never waits for the device.
+
+    Args:
+        every: The interval.
+        flops_per_row: Operations of forward and backward for one row. None: counted once on the meta device, if the
+            steps are the default ones.
+        peak: Operations per second of one device. None: the vendor's figure for dense bfloat16, if it is known.
     """
 
     def __init__(

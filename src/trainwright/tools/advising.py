@@ -73,13 +73,20 @@ def advise(
 
     Runs short trials of real updates, in turns with the unchanged trainer, and restores trainer, data and process.
     Measured are speed-up (median and quartiles of the ratios), memory, and the difference of the loss of equal updates.
-    In each turn the trainer is also timed against itself: a speed-up counts only beyond the ratios found there.
-    Updates on ready batches on a CPU are timed by the CPU time of the process, all others by the wall clock.
-    `train`, `val`, `batch_size`: as for `fit`. `seconds`: the approximate budget; techniques that do not start within
-    it are listed as not tried. Settings of the process, such as threads and memory allocators, are listed in words.
+    In each turn the trainer is also timed against itself: a speed-up counts only beyond the ratios found there. Updates
+    on ready batches on a CPU are timed by the CPU time of the process, all others by the wall clock. Settings of the
+    process, such as threads and memory allocators, are listed in words.
 
-    Raises SettingError in a group of processes, and DataError for a stream that cannot be read afresh: give a list
-    of ready batches.
+    Args:
+        trainer: The trainer.
+        train: Training data, as for `fit`.
+        val: Validation data, as for `fit`.
+        seconds: The approximate budget. Techniques that do not start within it are listed as not tried.
+        batch_size: As for `fit`.
+
+    Raises:
+        SettingError: In a group of processes.
+        DataError: For a stream that cannot be read afresh: give a list of ready batches.
     """
     check_trainer(trainer, "advise")
     check_number(seconds, f"advise(seconds={seconds!r})", above=0, what="seconds,", fix="seconds=60")

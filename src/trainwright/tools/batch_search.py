@@ -105,16 +105,25 @@ def find_batch_size(
     most: int | None = None,
     share: float = 0.9,
 ) -> LargestBatch:
-    """Find the largest micro-batch that a trainer has memory for, in at most four trials without a trace.
+    """Find the largest micro-batch that a trainer has memory for, in at most four trials; leaves no trace.
 
     Two sizes are measured, the rows of a batch of `train` and twice as many; memory = fixed + per_row * rows predicts
-    the largest within `share` of the available memory, which is then tried. A trial is two updates with the trainer's
-    precision, clip and optimizer. Larger batches repeat the rows of a ready one.
+    the largest, which is then tried. A trial is two updates with the trainer's precision, clip and optimizer. Larger
+    batches repeat the rows of a ready one. The learning rate is scaled from the present rows of an update: linearly for
+    SGD, by the square root for Adam.
 
-    `effective`: the wanted rows of an update, of equal micro-batches. `budget`: bytes in all; by default the free
-    memory of a CUDA device, half of it on a CPU. `most`: the most rows, by default those of the data. The learning rate
-    is scaled from the present rows of an update: linearly for SGD, by the square root for Adam. SettingError where one
-    row does not fit, or the available memory is unknown; DataError for data that cannot be read again.
+    Args:
+        trainer: The trainer.
+        train: Training data, as for `fit`.
+        effective: The wanted rows of an update, of equal micro-batches.
+        budget: Bytes in all. None: the free memory of a CUDA device, half of it on a CPU.
+        batch_size: As for `fit`.
+        most: The most rows. None: those of the data.
+        share: The part of the available memory that may be used.
+
+    Raises:
+        SettingError: Where one row does not fit, or the available memory is unknown.
+        DataError: For data that cannot be read again.
     """
     check_trainer(trainer, "find_batch_size")
     _check(effective=effective, budget=budget, most=most, share=share)
@@ -352,6 +361,15 @@ def linear_scaled(lr: float, *, batch: int, to: int) -> float:
 
     For SGD (Goyal et al. 2017, arXiv 1706.02677), with a warm-up where batches get much larger, and up to some size
     only. Rows are those of an update: accumulation and all ranks included.
+
+    >>> from trainwright.tools import linear_scaled
+    >>> linear_scaled(0.1, batch=32, to=128)
+    0.4
+
+    Args:
+        lr: The rate.
+        batch: The rows of an update that it was found for.
+        to: The rows of an update that it is wanted for.
     """
     return _checked_rate("linear_scaled", lr, batch=batch, to=to) * to / batch
 
@@ -361,8 +379,17 @@ def sqrt_scaled(lr: float, *, batch: int, to: int) -> float:
     """Return the rate for batches of `to` rows from the rate `lr` for `batch` rows: lr * sqrt(to / batch).
 
     It keeps the variance of an update (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741). For
-    Adam and RMSprop it is the rule of Malladi et al. 2022 (arXiv 2205.10287), which with k = to / batch also has
-    1 - beta times k for both betas, and eps over sqrt(k).
+    Adam and RMSprop it is the rule of Malladi et al. 2022 (arXiv 2205.10287), which with k = to / batch also has 1 -
+    beta times k for both betas, and eps over sqrt(k).
+
+    >>> from trainwright.tools import sqrt_scaled
+    >>> sqrt_scaled(0.001, batch=32, to=128)
+    0.002
+
+    Args:
+        lr: The rate.
+        batch: The rows of an update that it was found for.
+        to: The rows of an update that it is wanted for.
     """
     return _checked_rate("sqrt_scaled", lr, batch=batch, to=to) * math.sqrt(to / batch)
 

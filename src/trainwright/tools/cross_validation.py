@@ -57,17 +57,29 @@ def cross_validate(
 ) -> CrossValidation:
     """Train on all rows but a fold's and measure on those, for each fold; return numbers and out-of-fold predictions.
 
-    `make_trainer()`, or `make_trainer(fold)`, builds a fresh trainer with a fresh model. `data`: a tuple or dict of
-    arrays or tensors, or a map-style data set. `folds`: a splitter of scikit-learn, pairs (rows to train on, rows held
-    out), or a number: then `GroupKFold` where `groups` are given, `StratifiedKFold` where the target, a tuple's last
-    column, holds classes with enough rows each, else `KFold`; shuffled. `target`: the class of each row, if it is not
-    that column. `prepare(train, *others)` returns all of them, scaled by statistics of `train`, or as `batches(...)`.
-    `fit` never sees the rows held out: early stopping, and all else that watches `val_...`, uses `validation`, a
-    share of the training rows, such as 0.1.
+    `fit` never sees the rows held out: early stopping, and all else that watches `val_...`, uses `validation`. Every
+    fold starts from a random state of its own, by `seed` and the rows it holds out, so that the order of the folds does
+    not matter; the state of the process is restored.
 
-    Every fold starts from a random state of its own, by `seed` (None: drawn once) and the rows it holds out, so that
-    the order of the folds does not matter; the state of the process is restored. With `resume="auto"` folds resume
-    from their checkpoints. Raises SettingError for a trainer or weights that are used twice, and for other leaks.
+    Args:
+        make_trainer: A function `make_trainer()`, or `make_trainer(fold)`, that builds a fresh trainer with a fresh
+            model.
+        data: A tuple or dict of arrays or tensors, or a map-style data set.
+        folds: A splitter of scikit-learn, pairs (rows to train on, rows held out), or a number: then `GroupKFold` where
+            `groups` are given, `StratifiedKFold` where the target holds classes with enough rows each, else `KFold`;
+            shuffled.
+        batch_size: Rows per batch.
+        epochs: Epochs of each fold.
+        groups: The group of each row: rows of a group are in one fold.
+        target: The class of each row. None: the last column of a tuple.
+        prepare: A function `prepare(train, *others)` that returns all of them, scaled by statistics of `train`, or as
+            `batches(...)`.
+        validation: The share of the training rows to validate on, such as 0.1.
+        seed: The seed. None: drawn once.
+        resume: "auto" resumes folds from their checkpoints.
+
+    Raises:
+        SettingError: For a trainer or weights that are used twice, and for other leaks.
     """
     _check_settings(validation, seed=seed, resume=resume)
     drawn = seed is None

@@ -23,9 +23,11 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
     """Have torch name the line of the forward where a backward raises or computes a NaN.
 
     `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, restored at the end. It stores a traceback of
-    every operation, and with `check_nan` reads each gradient: on CUDA a synchronization for each. A NaN raises at once,
-    also where `on_nonfinite="skip"` or an fp16 loss scale would have skipped the update. In compiled code it names only
-    the call: `Fast(compile=None)` shows the line.
+    every operation. A NaN raises at once, also where `on_nonfinite="skip"` or an fp16 loss scale would have skipped the
+    update. In compiled code it names only the call: `Fast(compile=None)` shows the line.
+
+    Args:
+        check_nan: Whether each gradient is read: on CUDA a synchronization for each.
     """
     with torch.autograd.set_detect_anomaly(True, check_nan):
         yield
@@ -36,11 +38,16 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
 def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[None]:
     """Use deterministic kernels: the same bits at each run on the same machine and with the same versions.
 
-    `with deterministic(): trainer.fit(...)`. Operations without such a kernel raise (`warn_only=True`: warn). It sets,
-    and restores at the end, the deterministic algorithms of torch and of cuDNN, `cudnn.benchmark=False`, and
-    `CUBLAS_WORKSPACE_CONFIG`, which is read once, at the first matrix product on CUDA. `fill`: new memory is filled
-    with NaN, which reveals reads of uninitialized memory. Seeds are yours to set. SettingError where CUDA has
-    multiplied matrices already with a workspace that is not fixed.
+    `with deterministic(): trainer.fit(...)`. It sets, and restores at the end, the deterministic algorithms of torch
+    and of cuDNN, `cudnn.benchmark=False`, and `CUBLAS_WORKSPACE_CONFIG`, which is read once, at the first matrix
+    product on CUDA. Seeds are yours to set.
+
+    Args:
+        warn_only: Operations without a deterministic kernel warn. False: they raise.
+        fill: New memory is filled with NaN, which reveals reads of uninitialized memory.
+
+    Raises:
+        SettingError: Where CUDA has multiplied matrices already with a workspace that is not fixed.
     """
     with ExitStack() as undo:
         undo.enter_context(_workspace())

@@ -88,12 +88,25 @@ def find_lr(
     """Train at a rising rate until the loss diverges, restore everything, and suggest a rate (Smith 2015).
 
     The updates are those of `trainer.fit(train, batch_size=batch_size)` with the trainer's precision, clipping and
-    accumulation; the rate of the first parameter group rises from `lowest` to `highest`, those of others in
-    proportion. Smith (arXiv 1506.01186) raises it linearly; by equal factors it shows all magnitudes. The sweep ends
-    where the loss is not finite, or its running mean is more than `diverges` times its best and above its first.
+    accumulation. The rate of the first parameter group rises from `lowest` to `highest`, those of others in proportion.
     Model, optimizer, random states, data order, modes and counters are as before, also after an error. A UserWarning
-    where the curve gives no suggestion. SettingError for settings that make no sweep, in a group of processes too;
-    DataError for data that can be read only once.
+    where the curve gives no suggestion.
+
+    Args:
+        trainer: The trainer.
+        train: Training data, as for `fit`.
+        lowest: The first rate.
+        highest: The last rate.
+        updates: The number of updates.
+        spacing: "exponential" raises the rate by equal factors, which shows all magnitudes; "linear" as in Smith (arXiv
+            1506.01186).
+        diverges: The sweep ends where the running mean of the loss is more than so many times its best, and above its
+            first; or where the loss is not finite.
+        batch_size: As for `fit`.
+
+    Raises:
+        SettingError: For settings that make no sweep, and in a group of processes.
+        DataError: For data that can be read only once.
     """
     check_trainer(trainer, "find_lr")
     _check(lowest, highest, updates=updates, spacing=spacing, diverges=diverges)

@@ -39,14 +39,21 @@ def summary(
 ) -> Summary:
     """Return parameters, operations and memory of each module of a model for this batch, forward and backward.
 
-    The model is called as the default steps of a trainer call it: with all of a tuple but the target at its end, with
-    a mapping's items but its target; where its `forward` does not accept that, with the complete batch; or by
-    `call(model, batch)`. A copy runs on torch's meta device, which has shapes and no values; `on="device"` runs a copy
-    on the model's device, under autocast too. A model that does not run on meta (`.item()`, a device in its code), or
-    is measured under autocast, which meta does not have, runs on its own device, and `note` gives the reason. Model,
-    modes, random state and batch do not change. Hooks do not run. Bytes kept are those of the kernels of that device:
-    fused kernels of a GPU may keep less. SettingError where a parameter has no shape yet, and where the model cannot
-    be called with the batch.
+    The model is called as the default steps of a trainer call it: with all of a tuple but the target at its end, with a
+    mapping's items but its target; where its `forward` does not accept that, with the complete batch. Model, modes,
+    random state and batch do not change. Hooks do not run. Bytes kept are those of the kernels of that device: fused
+    kernels of a GPU may keep less. A model that does not run on the meta device (`.item()`, a device in its code), or
+    is measured under autocast, runs on its own device, and `note` gives the reason.
+
+    Args:
+        model: The model.
+        batch: One batch.
+        call: A function `call(model, batch)` that calls it otherwise.
+        on: "meta" runs a copy on torch's meta device, which has shapes and no values. "device" runs a copy on the
+            model's device, under autocast too.
+
+    Raises:
+        SettingError: Where a parameter has no shape yet, and where the model cannot be called with the batch.
     """
     check_choice(on, "summary", "on", choices=("meta", "device"))
     if not isinstance(model, nn.Module):

@@ -65,8 +65,18 @@ def smoke_run(
     """Run `updates` updates, two batches of each validation set, all hooks between, and the checkpoint up to its file.
 
     Errors are those of `fit`. Afterwards everything is restored: weights, optimizers, counters, random states, but not
-    files that your hooks write. Observers are not called. SettingError in a group of several processes; DataError for
-    a stream that cannot be read again.
+    files that your hooks write. Observers are not called.
+
+    Args:
+        trainer: The trainer.
+        train: Training data, as for `fit`.
+        val: Validation data, as for `fit`.
+        updates: The number of updates.
+        batch_size: As for `fit`.
+
+    Raises:
+        SettingError: In a group of several processes.
+        DataError: For a stream that cannot be read again.
     """
     check_trainer(trainer, "smoke_run")
     check_whole(updates, f"smoke_run(updates={updates!r})")
@@ -220,11 +230,23 @@ def overfit_batches(
     share: float = 0.05,
     batch_size: int | None = None,
 ) -> Overfit:
-    """Train on the same first `batches` batches for at most `updates` updates; return whether the loss fell to zero.
+    """Train on the same few batches; return whether the loss fell to zero.
 
     It ends early where the loss is at most `share` of the first, twice in a row. Dropout modules are off and each batch
     is one update; rates are those of the optimizer, without a schedule. Afterwards everything is restored, as after
-    `smoke_run`. SettingError in a group of several processes; DataError for a stream.
+    `smoke_run`.
+
+    Args:
+        trainer: The trainer.
+        train: Training data, as for `fit`.
+        batches: How many batches: the first ones of `train`.
+        updates: The most updates.
+        share: The part of the first loss that counts as zero.
+        batch_size: As for `fit`.
+
+    Raises:
+        SettingError: In a group of several processes.
+        DataError: For a stream.
     """
     check_trainer(trainer, "overfit_batches")
     for name, value in (("batches", batches), ("updates", updates)):

@@ -160,13 +160,22 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
     """A network as a classifier of scikit-learn.
 
-    `module(n_features, n_classes, **module_params)` builds it, with one score per class: a class of yours, or a
-    function; "auto" is a perceptron with a hidden layer of `width` 64. `loss`: "auto" is cross entropy. `optimizer`: a
-    class of torch's, a partial of one, or `sgd` and its like, given `lr`; "auto" is `adamw`. `batch_size`: rows, or
-    "all". `validation`: a share of the rows to validate on. `trainer_params`: other settings of the `Trainer`. A grid
-    may ask for any of them, and for `module__width` or `trainer__clip`. Module and inputs are made `dtype`.
-    `random_state` is scikit-learn's: a whole number repeats a fit. After `fit`: `classes_`, `module_`,
+    A grid may ask for any argument, and for `module__width` or `trainer__clip`. After `fit`: `classes_`, `module_`,
     `history_`.
+
+    Args:
+        module: A class or function `module(n_features, n_classes, **module_params)` that builds it, with one score per
+            class. "auto" is a perceptron with a hidden layer of `width` 64.
+        module_params: Arguments of `module`.
+        loss: The loss. "auto" is cross entropy.
+        optimizer: A class of torch's, a partial of one, or `sgd` and its like, given `lr`. "auto" is `adamw`.
+        lr: The rate.
+        epochs: The number of epochs.
+        batch_size: Rows per batch, or "all".
+        validation: A share of the rows to validate on.
+        trainer_params: Other arguments of the `Trainer`.
+        dtype: The dtype of module and inputs.
+        random_state: As in scikit-learn: a whole number repeats a fit.
     """
 
     def predict(self, X: Any) -> Array:
@@ -199,9 +208,21 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
     """A network as a regressor of scikit-learn, of one output or several.
 
-    `module(n_features, n_outputs, **module_params)` builds it, and gives (rows, n_outputs). `loss`: "auto" is the mean
-    squared error. The target is not scaled: `TransformedTargetRegressor` does that. All else as for
-    `SklearnClassifier`. After `fit`: `module_`, `history_`.
+    The target is not scaled: `TransformedTargetRegressor` does that. After `fit`: `module_`, `history_`.
+
+    Args:
+        module: A class or function `module(n_features, n_outputs, **module_params)` that builds it, and gives (rows,
+            n_outputs). "auto" is a perceptron with a hidden layer of `width` 64.
+        module_params: Arguments of `module`.
+        loss: The loss. "auto" is the mean squared error.
+        optimizer: A class of torch's, a partial of one, or `sgd` and its like, given `lr`. "auto" is `adamw`.
+        lr: The rate.
+        epochs: The number of epochs.
+        batch_size: Rows per batch, or "all".
+        validation: A share of the rows to validate on.
+        trainer_params: Other arguments of the `Trainer`.
+        dtype: The dtype of module and inputs.
+        random_state: As in scikit-learn: a whole number repeats a fit.
     """
 
     def predict(self, X: Any) -> Array:

@@ -26,9 +26,9 @@ LENGTHS = ("longest", "shortest")
 def together(*, length: str = "longest", **loaders: Any) -> Together:
     """Zip several loaders: each batch is a dict of one batch of each, by their names.
 
-    One loader sets the epoch. The others continue from epoch to epoch where they stopped, and begin their next pass when they end, so that each of
-    their rows is used. A batch counts as many rows as that of the first loader; a step whose loss is a mean over
-    something else returns `MeanLoss` or `SumLoss` with its own count.
+    One loader sets the epoch. The others continue from epoch to epoch where they stopped, and begin their next pass
+    when they end, so that each of their rows is used. A batch counts as many rows as that of the first loader; a step
+    whose loss is a mean over something else returns `MeanLoss` or `SumLoss` with its own count.
 
     Args:
         length: The loader that sets the epoch: "longest", "shortest", or its name.

@@ -22,13 +22,19 @@ if TYPE_CHECKING:
 
 @suggests
 class TensorBoardLogger(Observer):
-    """Writes losses, learning rates, validations and speeds to event files in `directory`: `tensorboard --logdir`.
+    """Writes losses, learning rates, validations and speeds to event files: `tensorboard --logdir DIRECTORY`.
 
-    `every`: the interval, in updates or seconds, at which an update is written; others are not recorded. An update has
-    `loss`, `lr`, `grad_norm` where it is measured, and each named number; a validation or an epoch has `val_...`, and
-    the means of training since the epoch began as `epoch/...`. The step of all of them is the update, counted over all
-    stages. A directory shows one run: a resumed one hides events after the update that it resumes from, and a new one
-    hides earlier events. SettingError without the package.
+    An update has `loss`, `lr`, `grad_norm` where it is measured, and each named number; a validation or an epoch has
+    `val_...`, and the means of training since the epoch began as `epoch/...`. The step of all of them is the update,
+    counted over all stages. A directory shows one run: a resumed one hides events after the update that it resumes
+    from, and a new one hides earlier events.
+
+    Args:
+        directory: Where the event files are written.
+        every: The interval, in updates or seconds, at which an update is written; others are not recorded.
+
+    Raises:
+        SettingError: Without the package tensorboard.
     """
 
     def __init__(self, directory: str | os.PathLike[str], *, every: Duration = Updates(10)) -> None:  # noqa: B008
