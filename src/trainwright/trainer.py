@@ -336,14 +336,14 @@ class Trainer(Generic[M]):
         validated = boundary.validation_is_due()
         best = save_due = False
         if validated or epoch_ended or boundary.ends_inside_epoch:
-            row = boundary.add_row(boundary.validate(self.evaluate) if validated else None)
+            row = boundary.add_row(boundary.validate() if validated else None)
             best, save_due = boundary.judge(row, validated=validated)
             if boundary.reporter is not None:
                 boundary.reporter.report(row, best=best, validated=validated)
             if epoch_ended and self._hooks.end_epoch is not None:
                 boundary.end_epoch(row)
         if self._counters.stopped:
-            boundary.validate_early_end(self.evaluate)
+            boundary.validate_early_end()
         boundary.save(save_due=save_due, validated=validated)
         boundary.end()
 

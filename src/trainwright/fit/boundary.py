@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +14,7 @@ from trainwright.core.errors import CheckpointError, SettingError, message
 from trainwright.core.progress import Counters
 from trainwright.core.records import Validation
 from trainwright.data.source import Source
+from trainwright.evaluation.passes import evaluate_sets
 from trainwright.fit.plan import Ends
 from trainwright.fit.result import copied_weights, copies_best
 from trainwright.fit.rollback import BETWEEN
@@ -148,32 +149,33 @@ class Boundary:
         interrupted = self.counters.interrupted_validation in ("update", "epoch")
         return bool(self.val) and self.counters.validated != self.counters.updates and (due or interrupted)
 
-    def validate(self, evaluate: Callable[..., dict[str, float]], *, final: bool = False) -> dict[str, float]:
+    def validate(self, *, final: bool = False) -> dict[str, float]:
         """Return the numbers of every set of validation data; `final`: only because the run ends early."""
         record, signals = self.record, self.run.signals
         record.evaluation.errors, record.evaluation.read_batches = {}, signals.batches
         self.counters.interrupted_validation = "final" if final else "epoch" if self.epoch_ended else "update"
-        numbers: dict[str, float] = {}
         # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
         several = signals.held() if self.run.rank_sync is not None else nullcontext()
         try:
             with several:
-                for name, source in self.val.items():
-                    measured = evaluate(source, name=name)
-                    if self.trainer._hooks.overrides_evaluate:
-                        self._check_numbers(measured)
-                    numbers |= measured
+                is_own = self.trainer._hooks.overrides_evaluate
+                numbers = self._numbers_of_hook() if is_own else evaluate_sets(self.trainer, self.val)
         finally:
             record.evaluation.read_batches = iter
         return self.trainer.world.broadcast(numbers)
 
-    def _check_numbers(self, numbers: Any) -> None:
-        """Refuse an `evaluate` of the user's own that returns no dict, such as None without a return."""
-        if not isinstance(numbers, Mapping):
-            returned = "None" if numbers is None else type(numbers).__name__
-            what = f"{type(self.trainer).__name__}.evaluate returned {returned}"
-            fix = "return super().evaluate(data, name)"
-            raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
+    def _numbers_of_hook(self) -> dict[str, float]:
+        """Return the numbers that the user's `evaluate` gives; TypeError for one that returns no dict, such as None."""
+        numbers: dict[str, float] = {}
+        for name, source in self.val.items():
+            measured: Any = self.trainer.evaluate(source, name=name)
+            if not isinstance(measured, Mapping):
+                returned = "None" if measured is None else type(measured).__name__
+                what = f"{type(self.trainer).__name__}.evaluate returned {returned}"
+                fix = "return super().evaluate(data, name)"
+                raise TypeError(message(what, want="a dict of numbers by name", fix=fix, where=False))
+            numbers |= measured
+        return numbers
 
     @property
     def ends_inside_epoch(self) -> bool:
@@ -253,7 +255,7 @@ class Boundary:
         if self.run.rank_sync is not None:
             self._exchange(self.run.rank_sync)
 
-    def validate_early_end(self, evaluate: Callable[..., dict[str, float]]) -> None:
+    def validate_early_end(self) -> None:
         """Validate at an early end at which no validation was due, apart from all that a resumed run reads.
 
         History, early stopping, the best and Plateau do not see these numbers, and `validated` does not count them: a
@@ -262,7 +264,7 @@ class Boundary:
         measured = self.counters.validated == self.counters.updates if self.val else not self._lacks_row
         if self.clock.planned_end() or measured:
             return
-        numbers = self.validate(evaluate, final=True) if self.val else None
+        numbers = self.validate(final=True) if self.val else None
         self.record.outcome.final_validation = row = self._row(numbers)
         if self.reporter is not None:
             self.reporter.report(row, best=False, validated=bool(self.val), final=True)

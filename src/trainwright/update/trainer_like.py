@@ -85,6 +85,10 @@ class TrainerLike(Protocol):
     def _bind_run(self, run: Any, boundary: Any) -> None:
         """Refer to the run while it lasts."""
 
+    def evaluate(self, data: Any, name: str = "val") -> dict[str, float]:
+        """Return exact means over all rows of `data`, named by `name`."""
+        ...
+
     def training_step(self, batch: Any) -> Any:
         """The step of training."""
 
