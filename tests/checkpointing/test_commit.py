@@ -33,7 +33,7 @@ def test_a_commit_is_complete_and_its_manifest_comes_back(tmp_path):
     manifest = verify(path)
     assert path == tmp_path / "update-0000000003" and hidden(tmp_path) == []
     assert str(manifest["metrics"]) == "{'loss': nan, 'up': inf}"
-    assert (manifest["format"], manifest["version"]) == ("trainwright-checkpoint", 3)
+    assert (manifest["format"], manifest["version"]) == ("trainwright-checkpoint", 4)
     assert manifest["files"] == {
         "one.bin": {"size": 7, "crc32": f"{zlib.crc32(b'weights'):08x}"},
         "two.bin": {"size": 0, "crc32": "00000000"},
@@ -150,7 +150,7 @@ def test_a_name_in_a_manifest_cannot_leave_its_directory(name, tmp_path):
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        (lambda m: m.update(version=4), "format version 4"),
+        (lambda m: m.update(version=5), "format version 5"),
         (lambda m: m.update(version="1"), "format version '1'"),
         (lambda m: m.update(format="other"), "not the manifest"),
         (lambda m: m.update(update=4), "update-0000000004"),

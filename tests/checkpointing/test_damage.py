@@ -124,10 +124,10 @@ def test_every_cut_every_torn_end_and_a_flipped_bit_of_every_byte_are_found(name
 
 def test_a_checkpoint_of_a_later_format_is_passed_over_by_its_version(run, monkeypatch):
     root = run[0]
-    monkeypatch.setattr(formats, "FORMAT_VERSION", 4)
+    monkeypatch.setattr(formats, "FORMAT_VERSION", 5)
     put(root, 2)
     monkeypatch.undo()
-    passed_over(run, "format version 4, and this trainwright reads 3(.|\n)*pip install --upgrade trainwright")
+    passed_over(run, "format version 5, and this trainwright reads 4(.|\n)*pip install --upgrade trainwright")
 
 
 def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_line_that_loads_its_weights(run, monkeypatch):
@@ -138,7 +138,7 @@ def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_line_that_loads_i
         monkeypatch.undo()
     with pytest.warns(UserWarning), pytest.raises(CheckpointError, match="no complete checkpoint") as refused:
         load_checkpoint("auto", root)
-    assert str(refused.value).count("format version 1, and this trainwright reads 3") == 2
+    assert str(refused.value).count("format version 1, and this trainwright reads 4") == 2
     model = torch.nn.Linear(3, 2)
     model.register_buffer("scale", torch.zeros(3, dtype=torch.bfloat16))
     with pytest.raises(CheckpointError, match="resume with the release that wrote it") as refused:

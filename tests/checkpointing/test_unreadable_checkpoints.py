@@ -240,7 +240,7 @@ def fuzzed(saved, directory, seed):
         try:
             trained = every_slot(directory, 3)
         except DataError as error:
-            assert "data" in said[0] and ("otherwise than when" in str(error) or "of another kind" in str(error)), said
+            assert "data" in said[0] and ("not what they were" in str(error) or "of another kind" in str(error)), said
             return "refused"
         except CheckpointError as error:
             assert any(text in str(error) for text in MISFIT), (said, error)

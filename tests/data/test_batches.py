@@ -293,7 +293,7 @@ def test_state_restores_the_seed_and_the_passes() -> None:
 )
 def test_a_state_of_other_batches_is_refused_with_the_difference(other: Any, named: str) -> None:
     source = batches((X, Y), 8, shuffle=True, seed=1)
-    with pytest.raises(DataError, match=f"otherwise(.|\n)*{named}(.|\n)*want"):
+    with pytest.raises(DataError, match=f"not what they were(.|\n)*{named}(.|\n)*want"):
         other().seek(committed(source))
 
 

@@ -26,6 +26,7 @@ from trainwright.core.rng import random_state, set_random_state
 from trainwright.data import bucketed, data_state, row_batches, sharded, streams, together
 from trainwright.data.dataloader import workers
 from trainwright.data.opening import batches, open_source
+from trainwright.data.source import require_resume
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard
 
@@ -137,7 +138,7 @@ class Kill(NamedTuple):
 
 def opened(data: Any, part: Shard | None = None) -> Any:
     source = open_source(data)
-    source.must_resume = True
+    require_resume(source)
     if part is not None:
         source.shard(part)
     return source

@@ -28,6 +28,7 @@ from torch.utils.data import (
 from trainwright import Checkpoint, Trainer
 from trainwright.core.errors import DataError
 from trainwright.data.opening import batches, open_source
+from trainwright.data.source import require_resume
 from trainwright.data.streams import Continuing
 
 
@@ -78,7 +79,7 @@ class Rolling(Noisy):
 
 def opened(data: Any) -> Any:
     source = open_source(data)
-    source.must_resume = True
+    require_resume(source)
     return source
 
 
@@ -126,7 +127,7 @@ def test_a_sampler_that_keeps_drawing_is_refused_with_workers_and_warned_of_with
         list(opened(make(0)).epoch(0))
     with pytest.warns(UserWarning, match="the sampler Restless draws from"):
         source = batches((X, Y), 4, sampler=Restless())
-        source.must_resume = True
+        require_resume(source)
         list(source.epoch(0))
     for workers in (0, 2):  # nobody asked for a checkpoint
         assert len(list(open_source(make(workers)).epoch(0))) == 5

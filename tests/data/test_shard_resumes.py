@@ -14,6 +14,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.core.rng import random_state
 from trainwright.data.opening import batches
+from trainwright.data.source import require_resume
 from trainwright.distributed.mesh import Shard
 
 
@@ -22,7 +23,7 @@ def test_on_another_number_of_processes_the_rows_are_the_same_and_a_line_says_wh
         return DataLoader(Augmented(), batch_size=4, shuffle=True, num_workers=1)
 
     source = opened(make, Shard(0, 2))
-    source.must_resume = True
+    require_resume(source)
     start = random_state()
     iterator = source.epoch(0)
     next(iterator)
@@ -68,7 +69,7 @@ def test_a_data_set_that_tells_its_state_is_asked_on_each_process(of: str) -> No
     positions = []
     for rank in range(2):
         source = opened(make, Shard(rank, 2, least=4))  # six rows: all of them the first one's
-        source.must_resume = True
+        require_resume(source)
         iterator = source.epoch(0)
         source.commit()
         next(iterator) if rank == 0 else list(iterator)

@@ -99,7 +99,7 @@ def test_lengths_of_parts_are_not_those_of_the_whole() -> None:
     made = batches(torch.arange(10), 2)
     for data, own in ((made, 5), ([torch.arange(3)] * 4, 4), (DataLoader(Rows(9), batch_size=2), 5)):
         source: Any = opened(lambda data=data: sharded(data), Shard(0, 2))
-        assert (source.length, source.rows, source.own_length) == (None, None, own)
+        assert (source.length, source.rows, source._own_length) == (None, None, own)
         source.shard(None)
         assert source.length == own
     assert not made.is_own_part and len(made) == 5

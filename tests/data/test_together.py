@@ -19,6 +19,7 @@ from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, set_random_state
 from trainwright.data import sharded, together
 from trainwright.data.opening import open_source
+from trainwright.data.source import require_resume
 from trainwright.distributed.mesh import Shard
 
 
@@ -137,13 +138,13 @@ CASES: dict[str, Callable[[], Any]] = {
 def started(make: Callable[[], Any]) -> Any:
     seeded()
     source: Any = open_source(make())
-    source.must_resume = True
+    require_resume(source)
     return source
 
 
 def test_a_state_of_other_loaders_is_refused() -> None:
     state = open_source(two()).position()
-    with pytest.raises(DataError, match=r"the loaders are not those(.|\n)*epochs of=b(.|\n)*epochs of=a"):
+    with pytest.raises(DataError, match=r"not what they were(.|\n)*epochs of=b(.|\n)*epochs of=a"):
         open_source(two(length="b")).seek(state)
     other = together(a=batches(table(21), 4, shuffle=True, seed=1), b=batches(table(6), 2, shuffle=True, seed=2))
     with pytest.raises(DataError, match="rows=21"):

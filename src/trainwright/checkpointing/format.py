@@ -8,7 +8,7 @@
         manifest.json        format, run, update, numbers, versions; size and checksum of each file, and its own
 
 The format has a version; a checkpoint of another version is refused by name, and no state in it is read. Version 2
-has other forms of the parts `progress`, `schedule` and `totals` than version 1, version 3 of the part `data`.
+has other forms of the parts `progress`, `schedule` and `totals` than version 1, versions 3 and 4 of the part `data`.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from trainwright.distributed.pieces import LazyTensor, Placeholder
 from trainwright.modules.dtensors import is_sharded
 from trainwright.protocols import Tree
 
-FORMAT, FORMAT_VERSION = "trainwright-checkpoint", 3
+FORMAT, FORMAT_VERSION = "trainwright-checkpoint", 4
 MODEL, STATE_TENSORS, STATE_JSON, MANIFEST = "model.safetensors", "state.safetensors", "state.json", "manifest.json"
 LARGEST_MANIFEST = 1 << 20
 """Bytes; a larger one is neither written nor read."""

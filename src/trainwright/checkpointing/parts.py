@@ -95,7 +95,7 @@ def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str
             raise  # it names the difference and the fix
         except _LOAD_ERRORS as error:
             raise _load_error(name, error, origin=origin) from error
-        if isinstance(report, str):
+        if isinstance(report, str) and report:
             reports.append(report)
     if _dtypes_match(parts, tree):
         for _, optimizer, states, key in optimizer_states(parts, tree):

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from numbers import Number
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset
 
@@ -21,7 +20,7 @@ from trainwright.core.suggestions import suggests
 from trainwright.data.row_batches import Batches, BatchSettings
 from trainwright.data.seeded import open_rows
 from trainwright.data.sharding import Sharded, matches_environment, reading_part
-from trainwright.data.source import PER_EPOCH, Source, check_kind, shallow_copy
+from trainwright.data.source import Source, shallow_copy
 from trainwright.distributed.mesh import Shard
 
 _FORMS = (
@@ -140,9 +139,8 @@ def takes_batch_size(data: Any) -> bool:
 class PerEpoch(Source):
     """A function `epoch -> data`, called once per epoch; length and rows are those of the present epoch."""
 
+    kind = "a function of the epoch"
     draws_global_rng = True
-    _must_resume: bool | None = None
-    _sharded = False
 
     def __init__(self, make: Any, *, batch_size: int | None, shuffle: bool, role: str) -> None:
         self._make = make
@@ -155,59 +153,17 @@ class PerEpoch(Source):
         self._epoch = 0
         self._fresh = True
         """Whether no batch of the present data has been read."""
-        self._sought: dict[str, Any] | None = None
-        self._other_size = False
-        """Whether another number of ranks saved the position sought."""
         self._measure()
 
-    @property
-    def must_resume(self) -> bool | None:
-        """Whether the run saves checkpoints: data that cannot be resumed are then refused."""
-        return self._must_resume
-
-    @must_resume.setter
-    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._must_resume = must
-        self._source.must_resume = must
-
-    @property
-    def is_own_part(self) -> bool:
-        """Whether the function returns this rank's own part already."""
-        return self._sharded
-
-    @is_own_part.setter
-    def is_own_part(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._sharded = sharded
-        self._mark(self._source)
-
-    @property
-    def own_length(self) -> int | None:
-        """Batches of the present epoch on this rank, where it has data of its own; else as `length`."""
-        return self._source.own_length
-
-    @property
-    def other_size_note(self) -> str | None:
-        """A line on what differs after a resume on another number of processes; None where nothing does."""
-        return self._source.other_size_note
+    def inner(self) -> Mapping[str, Source]:
+        """Return the source of the present data."""
+        return {"": self._source}
 
     def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
         self._source.shard(part)
         self._part = part
         self._measure()
-
-    @property
-    def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch of the present data; empty where nothing is."""
-        return self._source.resume_caveat
-
-    def fingerprint(self) -> dict[str, Any]:
-        """Return nothing: the data of each epoch are compared with the saved ones when they are made."""
-        return {}
-
-    def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
-        self._source.commit()
 
     def independent_copy(self) -> PerEpoch:
         """Return a copy whose function makes data of its own, because some can be read only once."""
@@ -219,16 +175,11 @@ class PerEpoch(Source):
         """Return a description of the data of epoch 0."""
         return f"{self._source.describe()}, made for each epoch"
 
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """The random generators of the present data, apart from the process's."""
-        return list(self._source.generators)
-
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of the data that the function returns for `epoch`."""
         place = Shard(0, 1) if self._part is None else self._part
         # The function was called for the rank that the environment names when the data were opened.
-        same = self._fresh and epoch == self._epoch and (not self._sharded or matches_environment(place))
+        same = self._fresh and epoch == self._epoch and (not self.is_own_part or matches_environment(place))
         if not same:
             with reading_part(place):
                 data = _call(self._make, epoch, self._role)
@@ -243,35 +194,29 @@ class PerEpoch(Source):
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
-    def position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Return the present epoch and the position in its data."""
-        return self._sought or {"epoch": self._epoch, "source": self._source.position()}
+        return {"epoch": self._epoch, "source": self._source.position()}
 
-    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
-        """Continue at a saved position, in the data that the function makes for the next epoch."""
-        check_kind(position, PER_EPOCH)
-        self._sought, self._other_size = position, other_size
+    def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
+        """Set the data to a saved position where no epoch follows."""
         if ended:  # matters only for data that all epochs share: another `fit` reads them
             data = _call(self._make, position["epoch"], self._role)
             source = self._source if data is self._data else self._open(data)
-            source.seek(position["source"], other_size=other_size, ended=True)
-        return self.other_size_note if other_size else None
+            source.seek(position["source"], other_size=self._other_size, ended=True)
+        return self.other_size_note if self._other_size else None
 
     def _measure(self) -> None:
         self.length, self.rows = self._source.length, self._source.rows
         self.batch_size = self._source.batch_size
 
-    def _mark(self, source: Source) -> None:
-        if self._sharded:
-            mark_as_own_part(source, self._role)
-
     def _open(self, data: Any) -> Source:
         if is_function(data):
             raise _no_data(data, f"{self._role} data: the function epoch -> data returned another function")
         source = open_source(data, batch_size=self._batch_size, shuffle=self._shuffle, role=self._role)
-        if self._must_resume is not None:
-            source.must_resume = self._must_resume
-        self._mark(source)
+        source.must_resume = self.must_resume
+        if self.is_own_part:
+            mark_as_own_part(source, self._role)
         if self._part is not None:
             source.shard(self._part)
         return source
@@ -314,6 +259,8 @@ def mark_as_own_part(source: Any, role: str) -> Source:
             fix=f"def shard(self, part) in {name}, after which epoch(...) yields a Slice(batch, None, None) for each",
         )
     source.is_own_part = True
+    for one in source.inner().values():
+        mark_as_own_part(one, role)
     marked: Source = source
     return marked
 

@@ -25,11 +25,8 @@ from trainwright.data.dataloader.order import (
 )
 from trainwright.data.seeded import SeededRows, mixed_seed
 from trainwright.data.source import (
-    BATCHES,
     Source,
     begin_after,
-    check_fingerprint,
-    check_kind,
     length_of,
     set_epoch,
     shallow_copy,
@@ -88,8 +85,7 @@ class BatchSettings:
 class Batches(Source):
     """A source of batches of rows; made by `batches`."""
 
-    own_length: int | None = None
-    """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
+    kind = "batches(...)"
     _sets_epoch = True
     """Whether `set_epoch` of the data set and the sampler is called."""
     _resident: Table | None = None
@@ -107,7 +103,6 @@ class Batches(Source):
         """Whether a sampler that draws from the global generators inside a pass was accepted."""
         alone = isinstance(rows, SeededRows) and not settings.workers and is_stateful(rows.dataset)
         self._stateful = StatefulData(self.data_set) if alone else None
-        self._sought: dict[str, Any] | None = None
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
         self._measure()
 
@@ -117,9 +112,9 @@ class Batches(Source):
         return self._sampler_generators
 
     def __len__(self) -> int:
-        if self.own_length is None:
+        if self._own_length is None:
             raise TypeError(f"the sampler {type(self._sampler).__name__} has no length")
-        return self.own_length
+        return self._own_length
 
     def __iter__(self) -> Iterator[Any]:
         self._passes += 1
@@ -202,7 +197,7 @@ class Batches(Source):
 
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
-        if self._stateful is not None and self.must_resume is not False:
+        if self._stateful is not None:
             self._stateful.commit()
 
     @property
@@ -217,44 +212,34 @@ class Batches(Source):
         collate = self._data.collate if isinstance(self._data, SeededRows) else None
         yield from unsaved_generators(self.data_set, collate, self._generators)
 
-    def position(self) -> dict[str, Any]:
-        """Return the seed, the number of passes begun by iteration, and the fingerprint of the data."""
-        if self._sought is not None:
-            return self._sought
+    def _position(self) -> dict[str, Any]:
+        """Return the seed, the number of passes begun by iteration, and the states of sampler and data set."""
         stateful = self._stateful
         return {
             "seed": self._seed,
             "passes": self._passes,
             "generators": self._generators.position(),
-            "fingerprint": self.fingerprint(),
             "state": None if stateful is None else stateful.position(),
         }
 
-    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
-        """Continue at a saved position; DataError where rows were cut into batches otherwise when it was saved.
+    def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
+        """Set seed and generators to a saved position; DataError where a seed is given that is not the saved one.
 
         Returns a line where the data set has a state of its own, which was saved on another number of ranks.
         """
-        check_kind(position, BATCHES)
-        check_form(position, fingerprint=is_dict)
-        have, saved = self.fingerprint(), dict(position["fingerprint"])
-        if self._settings.seed is not None:
-            have["seed"], saved["seed"] = self._settings.seed, position["seed"]
-        fix = "write batches(...) as it was"
-        if self._settings.per_rank is not None and have["processes"] != saved.get("processes", have["processes"]):
-            fix = f"{saved['processes']} processes, as when it was saved: per_rank counts the rows of each"
-        check_fingerprint(
-            have, saved, what="the rows are cut into batches otherwise than when the state was saved", fix=fix
-        )
         check_form(position, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
+        if self._settings.seed not in (None, position["seed"]):
+            have, want = f"seed={self._settings.seed}", f"seed={position['seed']}"
+            raise DataError("the data are not what they were when the state was saved", have=have, want=want)
         self._generators.seek(position["generators"], ended=ended)
         self._seed, self._passes = position["seed"], position["passes"]
-        self._sought = None if ended else position
+        if ended:
+            self._sought = None
         if self._stateful is None:
             return None
         if ended:
             self._stateful.seek(position["state"], given=None)
-        if other_size:
+        if self._other_size:
             return f"saved on another number of processes: {self._data.describe()} continues from the state of rank 0"
         return None
 
@@ -280,7 +265,7 @@ class Batches(Source):
 
     def _set_lengths(self, length: int | None, rows: int | None) -> None:
         self._size = self._settings.size
-        self.own_length = length  # pyright: ignore[reportIncompatibleMethodOverride]
+        self._own_length = length
         self._own_rows = rows
         apart = self.is_own_part and self._part is not None
         self.batch_size: int | None = None if apart else self._size
@@ -292,7 +277,7 @@ class Batches(Source):
             raise DataError("data set of 0 rows", want="at least one row")
         if rows == 0:
             raise DataError(f"the sampler {type(self._sampler).__name__} has 0 rows", want="at least one")
-        if self.own_length == 0:
+        if self._own_length == 0:
             what = f"{rows} rows, batch_size {self._size}, drop_last=True leaves 0 batches"
             raise DataError(what, fix=f"drop_last=False, or a batch_size of at most {rows}")
 

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any, TypeVar
 
 import torch
 
-from trainwright.core.checks import check_form, is_dict
+from trainwright.core.checks import check_form, is_dict, is_text
 from trainwright.core.errors import DataError
 from trainwright.distributed.mesh import Shard
 
@@ -31,12 +31,18 @@ class Source:
     """Whether it can be iterated again from the start."""
     draws_global_rng: bool = False
     """Whether iterating draws from the process's random state: resuming then replays it."""
-    must_resume: bool | None = None
-    """Whether the run saves checkpoints: data that cannot be resumed are then refused; None: not known yet."""
+    kind: str = "a source of another class"
+    """The kind of data, for the error of a resume with data of another one."""
+    must_resume: bool = False
+    """Whether the run saves checkpoints: data that cannot be resumed are then refused (`require_resume`)."""
     is_own_part: bool = False
     """Whether the data are this rank's own part already, as `sharded` marks them."""
     _part: Shard | None = None
     """The part of each batch that this rank runs; None: all of it."""
+    _sought: dict[str, Any] | None = None
+    """The position to continue at when the next epoch begins."""
+    _other_size: bool = False
+    """Whether another number of ranks saved the position sought."""
 
     def describe(self) -> str:
         """Return a few words for the header of the console."""
@@ -46,19 +52,63 @@ class Source:
         """Return the batches of one epoch without its first `skip`."""
         raise NotImplementedError
 
+    def inner(self) -> Mapping[str, Source]:
+        """Return the sources that this one reads, by name; empty here."""
+        return {}
+
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on: `position` is after them. No-op here."""
+        """Record that all batches yielded so far are trained on: `position` is after them."""
+        for one in self.inner().values():
+            one.commit()
 
     def position(self) -> Any:
-        """Return the position of this rank after the committed batches, as plain data and tensors."""
-        return {}
+        """Return the position of this rank after the committed batches, as plain data and tensors.
+
+        With kind and fingerprint of the data, which `seek` compares.
+        """
+        return self._sought or {"kind": self.kind, "fingerprint": self.fingerprint(), **self._position()}
 
     def seek(self, position: Any, *, other_size: bool = False, ended: bool = False) -> str | None:
         """Continue at a saved position when the next epoch begins; may return a line for the console.
 
         `other_size`: it is the position of rank 0 of a run on another number of ranks. `ended`: no epoch follows, but
         another `fit` may read the same data: loaders, samplers and data sets are set to the position at once.
+        DataError where the data are not those of the save.
         """
+        self.check_same(position)
+        self._sought, self._other_size = position, other_size
+        try:
+            return self._seek(position, ended=ended)
+        except BaseException:  # a refused resume leaves the user's data as they were
+            self._sought = None
+            raise
+
+    def check_same(self, position: Any) -> None:
+        """Raise DataError where a position was saved by data of another kind or with another fingerprint."""
+        fix = "give the data that the run was started with, or fit(..., resume_data=False)"
+        if not isinstance(position, dict) or "kind" not in position:
+            position = {"kind": Source.kind, "fingerprint": {}}
+        check_form(position, kind=is_text, fingerprint=is_dict)
+        kind, saved, have = position["kind"], position["fingerprint"], self.fingerprint()
+        if kind != self.kind:
+            known = ", ".join(f"{name}={value}" for name, value in saved.items())
+            what, want = "the data are of another kind than when the state was saved", f"{kind}: {known}"
+            raise DataError(what, have=self.kind, want=want.removesuffix(": "), fix=fix)
+        differing = [name for name in saved if have.get(name) != saved[name]]
+        if differing:
+            raise DataError(
+                "the data are not what they were when the state was saved",
+                have=", ".join(f"{name}={have.get(name)}" for name in differing),
+                want=", ".join(f"{name}={saved[name]}" for name in differing),
+                fix=fix,
+            )
+
+    def _position(self) -> dict[str, Any]:
+        """Return the position without kind and fingerprint."""
+        return {}
+
+    def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
+        """Prepare to continue at `position`, which was checked; as `seek`. No-op here."""
         return None
 
     def shard(self, part: Shard | None) -> None:
@@ -84,29 +134,36 @@ class Source:
         return None
 
     @property
-    def own_length(self) -> int | None:
-        """Batches of an epoch on this rank, where it has data of its own; else `length`."""
-        return self.length
-
-    @property
     def generators(self) -> Sequence[Any]:
         """The random generators that the data draw from, apart from the process's."""
-        return ()
+        return [generator for one in self.inner().values() for generator in one.generators]
 
     @property
     def resume_caveat(self) -> str:
         """A line for the header on what may be inexact in a resume inside an epoch; empty where all is exact."""
-        return ""
+        return join_lines({name: one.resume_caveat for name, one in self.inner().items()})
 
     @property
-    def other_size_note(self) -> str | None:
-        """A line on what differs after a resume on another number of processes; None where nothing does."""
-        return None
+    def other_size_note(self) -> str:
+        """A line on what differs after a resume on another number of processes; empty where nothing does."""
+        return join_lines({name: one.other_size_note for name, one in self.inner().items()})
 
     @property
     def note(self) -> str:
         """A line for the console's header; empty for none."""
         return ""
+
+
+def require_resume(source: Source) -> None:
+    """Have a source, and those that it reads, refuse data that could not be resumed."""
+    source.must_resume = True
+    for one in source.inner().values():
+        require_resume(one)
+
+
+def join_lines(lines: Mapping[str, str | None]) -> str:
+    """Return the lines of several sources as one line, each after the name of its source."""
+    return "; ".join(f"{name}: {line}" if name else line for name, line in lines.items() if line)
 
 
 def shallow_copy(source: S) -> S:
@@ -150,46 +207,6 @@ def length_of(data: Any) -> int | None:
         return len(data)
     except (TypeError, NotImplementedError):
         return None
-
-
-LOADER, BATCHES, TOGETHER = "a DataLoader", "batches(...)", "together(...)"
-CUT, PER_EPOCH, READY = "data cut into epochs by a number of updates", "a function of the epoch", "ready batches"
-_KINDS = {
-    "workers": LOADER,
-    "passes": BATCHES,
-    "loaders": TOGETHER,
-    "pass": CUT,
-    "source": PER_EPOCH,
-    "fingerprint": READY,
-}
-"""The kind of data of a saved state, by the first of these keys that it has."""
-
-
-def check_kind(tree: Any, kind: str) -> None:
-    """Raise DataError where a state was saved by data of another kind than `kind`."""
-    keys = tree if isinstance(tree, dict) else ()
-    saved = next((kind for key, kind in _KINDS.items() if key in keys), "a source of another class")
-    if saved != kind:
-        known = tree["fingerprint"] if "fingerprint" in keys and isinstance(tree["fingerprint"], dict) else {}
-        raise DataError(
-            "the data are of another kind than when the state was saved",
-            have=kind,
-            want=": ".join(filter(None, (saved, ", ".join(f"{name}={value}" for name, value in known.items())))),
-            fix="give the data that the run was started with, or fit(..., resume_data=False)",
-        )
-
-
-def check_fingerprint(have: dict[str, Any], saved: dict[str, Any], *, what: str, fix: str) -> None:
-    """Raise DataError with the difference where the fingerprint of the data is not the saved one."""
-    check_form({"fingerprint": saved}, fingerprint=is_dict)
-    differing = [name for name in saved if have.get(name) != saved[name]]
-    if differing:
-        raise DataError(
-            what,
-            have=", ".join(f"{name}={have.get(name)}" for name in differing),
-            want=", ".join(f"{name}={saved[name]}" for name in differing),
-            fix=f"{fix}, or fit(..., resume_data=False)",
-        )
 
 
 def set_epoch(epoch: int, *owners: Any) -> None:

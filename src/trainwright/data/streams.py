@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
-
-import torch
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, rng_preserved, set_random_state
@@ -16,12 +14,8 @@ from trainwright.data.data_state import is_inside_pass, no_state_error, stateful
 from trainwright.data.dataloader.order import restarted_if_empty
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import (
-    CUT,
-    READY,
     Source,
     begin_after,
-    check_fingerprint,
-    check_kind,
     drop_first,
     length_of,
     set_epoch,
@@ -38,10 +32,7 @@ class ReadyBatches(Source):
     A batch is read only when the loop needs it, and is not changed.
     """
 
-    own_length: int | None = None
-    """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
-    _other_size = False
-    """Whether another number of ranks saved the position sought."""
+    kind = "ready batches"
     _sets_epoch = True
     """Whether `set_epoch` of the data is called."""
 
@@ -49,10 +40,9 @@ class ReadyBatches(Source):
         self._data = data
         self._role = role
         self.length = length_of(data)
-        self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Batches of an epoch; `own_length` is their length on this rank, whose own part they may be."""
+        self._own_length = self.length
+        """Batches of an epoch; `_own_length` is their length on this rank, whose own part they may be."""
         self._stateful = stateful_data(data)
-        self._sought: dict[str, Any] | None = None
         self._epoch = -1
         self.repeatable = not hasattr(data, "__next__")
         self.draws_global_rng = not isinstance(data, list)
@@ -75,10 +65,10 @@ class ReadyBatches(Source):
             from trainwright.data.slicing import refuse_sharding_sampler, unsharded_stream
 
             refuse_sharding_sampler(self._data, role=self._role, processes=part.size, batch_size=None)
-            if self.own_length is None:
+            if self._own_length is None:
                 raise unsharded_stream(self._data, role=self._role, processes=part.size)
         self._part = part
-        self.length = None if part is not None and self.is_own_part else self.own_length
+        self.length = None if part is not None and self.is_own_part else self._own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of a pass; its first `skip` are read and dropped, unless the data save their position."""
@@ -124,12 +114,12 @@ class ReadyBatches(Source):
 
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
-        if self._stateful is not None and self.must_resume is not False:
+        if self._stateful is not None:
             self._stateful.commit()
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
-        return {"batches": None if self.is_own_part else self.own_length}
+        return {"batches": None if self.is_own_part else self._own_length}
 
     @property
     def resume_caveat(self) -> str:
@@ -147,24 +137,17 @@ class ReadyBatches(Source):
         other._sets_epoch, other._stateful, other._sought = False, None, None
         return other
 
-    def position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Return the state of the data; without one the position is the number of batches that were read."""
-        state = None if self._stateful is None else self._stateful.position()
-        return self._sought or {"epoch": self._epoch, "fingerprint": self.fingerprint(), "state": state}
+        return {"epoch": self._epoch, "state": None if self._stateful is None else self._stateful.position()}
 
-    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
-        """Continue at a saved position; DataError where the number of batches is another one.
+    def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
+        """Set the data to a saved position where no epoch follows.
 
         On another number of ranks, data of which each has a part of its own continue only at the start of an epoch.
         """
-        check_kind(position, READY)
-        what = "the data are not what they were when the state was saved"
-        check_fingerprint(
-            self.fingerprint(), position["fingerprint"], what=what, fix="give the batches that the run was started with"
-        )
-        if other_size and self.is_own_part:
-            position = {**position, "state": None}
-        self._sought, self._other_size = position, other_size
+        if self._other_size and self.is_own_part:
+            self._sought = position = {**position, "state": None}
         if ended and self._stateful is not None and position["state"] is not None:
             self._stateful.seek(position["state"], given=None)
             if is_inside_pass(self._data):
@@ -189,6 +172,7 @@ class Continuing(Source):
     iterator, so that the next epoch continues at the batch where the loop left this one.
     """
 
+    kind = "data cut into epochs by a number of updates"
     _common: dict[str, Any] | None = None
     """The random state at the start of the next pass, common to all ranks."""
 
@@ -209,23 +193,10 @@ class Continuing(Source):
         """Both numbers at the last commit."""
         self._before: dict[str, Any] | None = None
         """The position of the last commit, if its pass has ended since."""
-        self._sought: dict[str, Any] | None = None
-        self._other_size = False
-        """Whether another number of ranks saved the position sought."""
 
-    @property
-    def must_resume(self) -> bool | None:
-        """Whether the run saves checkpoints: data that cannot be resumed are then refused."""
-        return self._source.must_resume
-
-    @must_resume.setter
-    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        self._source.must_resume = must
-
-    @property
-    def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
-        return self._source.resume_caveat
+    def inner(self) -> Mapping[str, Source]:
+        """Return the source."""
+        return {"": self._source}
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the properties of the data that must not change between a save and a resume."""
@@ -234,12 +205,7 @@ class Continuing(Source):
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
         self._committed, self._before = (self._taken, self._given), None
-        self._source.commit()
-
-    @property
-    def generators(self) -> list[torch.Generator]:
-        """The random generators of the source, apart from the process's."""
-        return list(self._source.generators)
+        super().commit()
 
     def independent_copy(self) -> Continuing:
         """Return a copy with a position of its own."""
@@ -286,11 +252,11 @@ class Continuing(Source):
         self._given += 1
         return batch
 
-    def position(self) -> dict[str, Any]:
+    def position(self) -> Any:
         """Return the current pass, the number of batches taken from it, and the state from which it is made again."""
-        known = self._sought or self._before
-        if known is not None:
-            return known
+        return self._before or super().position()
+
+    def _position(self) -> dict[str, Any]:
         return {
             "epoch": self._epoch,
             "given": self._committed[1],
@@ -301,18 +267,13 @@ class Continuing(Source):
             "source": self._source.position(),
         }
 
-    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
-        """Continue at a saved position; DataError where the source is another one."""
-        check_kind(position, CUT)
-        what = "the data are not what they were when the state was saved"
-        saved = position["source"].get("fingerprint", {}) if isinstance(position["source"], dict) else {}
-        check_fingerprint(self.fingerprint(), saved, what=what, fix="give the data that the run was started with")
-        self._sought, self._other_size = position, other_size
+    def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
+        """Set the source to a saved position where no epoch follows."""
         if ended and self.repeatable:
-            self._source.seek(position["source"], other_size=other_size, ended=True)
+            self._source.seek(position["source"], other_size=self._other_size, ended=True)
         elif ended:
             self._rebuild_pass(position)
-        return self._source.other_size_note if other_size else None
+        return self.other_size_note if self._other_size else None
 
     def _begin_pass(self, number: int, skip: int = 0) -> None:
         self._pass, self._taken = number, skip

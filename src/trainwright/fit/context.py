@@ -21,7 +21,7 @@ from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed
 from trainwright.core.records import Result
 from trainwright.core.signals import Interrupted, Signals
-from trainwright.data.source import Source
+from trainwright.data.source import Source, require_resume
 from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.boundary import Boundary
@@ -364,7 +364,7 @@ def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
     assert boundary.manager is not None
     trainer._record.run_id = boundary.manager.run_id
-    run.source.must_resume = True
+    require_resume(run.source)
     parts, ours = trainer.parts(), parts_of(run, boundary)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
         raise SettingError(

@@ -26,11 +26,8 @@ from trainwright.data.dataloader.order import (
 from trainwright.data.dataloader.workers import InitWorker, StateSendingCollate, Workers, WorkerStates
 from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
 from trainwright.data.source import (
-    LOADER,
     Source,
     begin_after,
-    check_fingerprint,
-    check_kind,
     length_of,
     set_epoch,
     shallow_copy,
@@ -49,15 +46,12 @@ class LoaderBatches(Source):
     batches are read and dropped.
     """
 
+    kind = "a DataLoader"
     draws_global_rng = True
-    own_length: int | None = None
-    """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
     _sets_epoch = True
     """Whether `set_epoch` of the data set and the samplers is called."""
     _draw_limit: int | None = None
     """Items of the sampler that all ranks draw at once; None where the first one draws all."""
-    _other_size = False
-    """Whether another number of ranks saved the position sought."""
     _compared = False
     """Whether the first batches of the workers of a stream were compared."""
     in_memory = False
@@ -68,7 +62,6 @@ class LoaderBatches(Source):
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
         self._role = role
-        self._sought: dict[str, Any] | None = None
         self._record = WorkerStates()
         self._draws_on = False
         """Whether the sampler has drawn from the process's random state after its first item."""
@@ -79,8 +72,8 @@ class LoaderBatches(Source):
             {"loader": loader, "sampler": sampler, "batch_sampler": batch_sampler, "batch_sampler.sampler": inner}
         )
         self._stateful = stateful_data(loader)
-        self.length = self.own_length = length_of(loader)
-        """Batches of an epoch; `own_length` is the loader's length on this rank, whose own part it may be."""
+        self.length = self._own_length = length_of(loader)
+        """Batches of an epoch; `_own_length` is the loader's length on this rank, whose own part it may be."""
         size = getattr(batch_sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
@@ -95,7 +88,7 @@ class LoaderBatches(Source):
         """Read the length of the loader: that of a batch sampler may change from epoch to epoch."""
         if self.length is not None:
             self.length = length_of(self._loader)
-            self.own_length = self.length  # pyright: ignore[reportIncompatibleMethodOverride]
+            self._own_length = self.length
 
     def describe(self) -> str:
         """Return rows, batch size and workers."""
@@ -121,7 +114,7 @@ class LoaderBatches(Source):
             self._draw_limit = slicing.draw_limit(_index_sampler(self._loader)) if self.fetches_by_index else None
         self._part = part
         apart = part is not None and self.is_own_part
-        self.length, self.rows = (None, None) if apart else (self.own_length, self._own_rows)
+        self.length, self.rows = (None, None) if apart else (self._own_length, self._own_rows)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return one pass over the loader without its first `skip` batches; the draws for all batches are made."""
@@ -166,8 +159,8 @@ class LoaderBatches(Source):
     def _begin_pass(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None
         apart = self._part is not None and self.is_own_part
-        if apart and self.own_length is not None:
-            skip = min(skip, self.own_length)  # other ranks may have more
+        if apart and self._own_length is not None:
+            skip = min(skip, self._own_length)  # other ranks may have more
         inside = sought is not None and self._generators.epoch == epoch
         mode = self._skip_mode(sought)
         unread = skip if mode == "skip" else 0
@@ -194,7 +187,7 @@ class LoaderBatches(Source):
     def commit(self) -> None:
         """Record that all batches yielded so far are trained on."""
         self._record.commit()
-        if self._stateful is not None and self.must_resume is not False:
+        if self._stateful is not None:
             self._stateful.commit()
 
     def fingerprint(self) -> dict[str, Any]:
@@ -230,38 +223,33 @@ class LoaderBatches(Source):
         """The loader's and samplers' own random generators: an evaluation restores them."""
         return self._generators.found
 
-    def position(self) -> dict[str, Any]:
+    def _position(self) -> dict[str, Any]:
         """Return the states of the loader's and samplers' own generators, and the random states of the workers."""
-        return self._sought or {
+        return {
             "generators": self._generators.position(),
-            "fingerprint": self.fingerprint(),
             "workers": self._record.position(self._loader.num_workers),
             "draws_on": self._draws_on,
             "state": None if self._stateful is None else self._stateful.position(),
         }
 
-    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
-        """Continue at a saved position; DataError where the loader is another one.
+    def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
+        """Set the generators to a saved position.
 
         Returns a line where the rows will be the same, and the random draws in workers will not. On another number of
         ranks, a stream of which each has a part of its own continues only at the start of an epoch.
         """
-        check_kind(position, LOADER)
-        what = "the loader is not what it was when the state was saved"
-        check_fingerprint(self.fingerprint(), position["fingerprint"], what=what, fix="build the loader as it was")
         have, saved = self._loader.num_workers, position["workers"]["number"]
         lines = []
         if have != saved:
             same = "the rows are the same, their random draws are not"
             lines.append(f"resumed with num_workers={have}, saved with {saved}: {same}")
-        if other_size and self._differs_by_rank:  # else each rank reads all batches, as rank 0 did
-            position = {**position, "workers": WorkerStates().position(have)}
+        if self._other_size and self._differs_by_rank:  # else each rank reads all batches, as rank 0 did
+            self._sought = position = {**position, "workers": WorkerStates().position(have)}
             if self.is_own_part:
                 position["state"] = None
             if self.other_size_note:
                 lines.append(self.other_size_note)
         self._generators.seek(position["generators"], ended=ended)
-        self._sought, self._other_size = position, other_size
         if ended:
             self._record = WorkerStates()
             self._restore_workers(position, inside=False, given=None)
@@ -269,10 +257,10 @@ class LoaderBatches(Source):
         return "; ".join(lines) or None
 
     @property
-    def other_size_note(self) -> str | None:
-        """A line on what differs after a resume on another number of processes; None where nothing does."""
+    def other_size_note(self) -> str:
+        """A line on what differs after a resume on another number of processes; empty where nothing does."""
         if not self._loader.num_workers or not self._differs_by_rank:
-            return None
+            return ""
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
     def _skip_mode(self, sought: dict[str, Any] | None) -> str:
@@ -358,7 +346,7 @@ class LoaderBatches(Source):
     def _start_workers(self, stand_in: Any, seed: int | None = None) -> Workers:
         """Start new workers of the loader."""
         stand_in.check_worker_number_rationality()
-        sends_states = stand_in.persistent_workers or (self._role == "train" and self.must_resume is not False)
+        sends_states = stand_in.persistent_workers or self._role == "train"
         collate = StateSendingCollate(stand_in.collate_fn) if sends_states else None
         part = self._part or _ALONE
         init = InitWorker(stand_in.worker_init_fn, self._record.states, collate, part=part)

@@ -13,10 +13,10 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import rng_preserved, seed
 from trainwright.core.suggestions import did_you_mean
 from trainwright.data.dataloader.loader import LoaderBatches
-from trainwright.data.opening import mark_as_own_part, open_source, takes_batch_size
+from trainwright.data.opening import open_source, takes_batch_size
 from trainwright.data.row_batches import Batches
 from trainwright.data.seeded import mixed_seed
-from trainwright.data.source import TOGETHER, Source, check_fingerprint, check_kind, shallow_copy
+from trainwright.data.source import Source, join_lines, shallow_copy
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard, Slice
 
@@ -97,10 +97,13 @@ class Zip(Source):
     the same order.
     """
 
+    kind = "together(...)"
+
     def __init__(self, sources: dict[str, Source], *, length: str, role: str) -> None:
         self._role = role
         self._sources = sources
         self.draws_global_rng = any(one.draws_global_rng for one in sources.values())
+        self.is_own_part = all(one.is_own_part for one in sources.values())
         for name, source in sources.items():
             if not source.repeatable:
                 raise DataError(
@@ -149,26 +152,22 @@ class Zip(Source):
         other._open_streams()
         return other
 
-    def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
-        for one in self._streams.values():
-            one.commit()
+    def inner(self) -> Mapping[str, Source]:
+        """Return the sources by name; all but the leader continue from epoch to epoch."""
+        return self._streams
 
     def position(self) -> dict[str, Any]:
         """Return the positions of all loaders."""
-        return {
-            "fingerprint": self.fingerprint(),
-            "loaders": {name: one.position() for name, one in self._streams.items()},
-        }
+        positions = {name: one.position() for name, one in self._streams.items()}
+        return {"kind": self.kind, "fingerprint": self.fingerprint(), "loaders": positions}
 
-    def seek(self, position: dict[str, Any], *, other_size: bool = False, ended: bool = False) -> str | None:
+    def seek(self, position: Any, *, other_size: bool = False, ended: bool = False) -> str | None:
         """Continue at saved positions; DataError where the loaders are not those of the save."""
-        check_kind(position, TOGETHER)
-        what = "the loaders are not those of when the state was saved"
-        check_fingerprint(self.fingerprint(), position["fingerprint"], what=what, fix="write together(...) as it was")
+        self.check_same(position)
         saved = position["loaders"]
-        lines = {name: one.seek(saved[name], other_size=other_size, ended=ended) for name, one in self._streams.items()}
-        return _join_lines(lines)
+        return join_lines(
+            {name: one.seek(saved[name], other_size=other_size, ended=ended) for name, one in self._streams.items()}
+        )
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the properties that must not change between a save and a resume, beside those of each loader."""
@@ -183,48 +182,6 @@ class Zip(Source):
     def note(self) -> str:
         """A line for the header."""
         return f"together: {self.describe()}"
-
-    @property
-    def own_length(self) -> int | None:
-        """Batches of an epoch on this rank, where it has data of its own; else as `length`."""
-        return self._sources[self._leader].own_length
-
-    @property
-    def generators(self) -> list[Any]:
-        """The loaders' own random generators."""
-        return [generator for one in self._sources.values() for generator in one.generators]
-
-    @property
-    def must_resume(self) -> bool | None:
-        """Whether a checkpoint may be saved: data that could not be resumed are then refused."""
-        answers = [one.must_resume for one in self._sources.values()]
-        return next((one for one in answers if one is not None), None)
-
-    @must_resume.setter
-    def must_resume(self, must: bool | None) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        for one in self._sources.values():
-            one.must_resume = must
-
-    @property
-    def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
-        return _join_lines({name: one.resume_caveat for name, one in self._sources.items()}) or ""
-
-    @property
-    def other_size_note(self) -> str | None:
-        """A line on what differs after a resume on another number of ranks; None where nothing does."""
-        return _join_lines({name: one.other_size_note for name, one in self._sources.items()})
-
-    @property
-    def is_own_part(self) -> bool:
-        """Whether the batches are this rank's own part already."""
-        return all(one.is_own_part for one in self._sources.values())
-
-    @is_own_part.setter
-    def is_own_part(self, sharded: bool) -> None:  # pyright: ignore[reportIncompatibleVariableOverride]
-        assert sharded
-        for one in self._sources.values():
-            mark_as_own_part(one, self._role)
 
     def _leading(self, length: str) -> str:
         """Return the name of the loader that sets the epoch."""
@@ -349,7 +306,3 @@ def _sharded_to_one_rank(stream: Continuing) -> bool:
     except DataError:
         return False
     return True
-
-
-def _join_lines(lines: Mapping[str, str | None]) -> str | None:
-    return "; ".join(f"{name}: {line}" for name, line in lines.items() if line) or None
