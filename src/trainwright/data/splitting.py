@@ -30,7 +30,7 @@ def random_split(data: D, fraction: float, *, seed: int = 0) -> tuple[D, D]:
 
     >>> from trainwright.data import random_split
     >>> random_split(["a", "b", "c", "d", "e"], 0.4, seed=1)
-    (['b', 'c', 'e'], ['a', 'd'])
+    (['b', 'c', 'd'], ['a', 'e'])
 
     Args:
         data: A tensor, an array, a tuple or dict of equally long ones, a list of rows, or a map-style `Dataset`.
