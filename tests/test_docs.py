@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parents[1]
-APART = ROOT / "docs" / "coming_from"
-"""Its pages run beside other libraries: tests/test_docs_coming_from.py runs them."""
+PROGRAMS = [ROOT / "docs" / "coming_from", ROOT / "docs" / "cookbook"]
+"""Their pages are programs, some beside other packages: tests/test_docs_programs.py runs them."""
 PAGES = [
     ROOT / "README.md",
-    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent != APART or page.name == "index.md"),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent not in PROGRAMS or page.name == "index.md"),
 ]
 SLOW = {ROOT / "docs" / "guides" / "techniques" / "index.md", ROOT / "docs" / "guides" / "model_selection.md"}
 FENCE = re.compile(
