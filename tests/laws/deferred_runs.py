@@ -55,18 +55,21 @@ class Watches(Observer):
         self.at.append(self.trainer.progress.updates)
 
 
-def trained(batches: Any, *, model: nn.Module | None = None, optimizer: str = "adamw", epochs: int = 3, **slots: Any):
+def trained(
+    batches: Any,
+    *,
+    model: nn.Module | None = None,
+    optimizer: Any = "adamw",
+    loss: Any = None,
+    cls: Any = Trainer,
+    epochs: int = 3,
+    **slots: Any,
+) -> tuple[Any, Watches, Exception | None]:
     """A trainer after a fit, its observer, and the error that ended it."""
-    model = net() if model is None else model
-    watches = Watches()
-    trainer = Trainer(
-        model,
-        OPTIMIZERS[optimizer](model.parameters()),
-        nn.CrossEntropyLoss(),
-        console=False,
-        observers=[watches],
-        **slots,
-    )
+    model, watches = net() if model is None else model, Watches()
+    made = OPTIMIZERS.get(optimizer, optimizer)(model.parameters())
+    loss = nn.CrossEntropyLoss() if loss is None else loss
+    trainer = cls(model, made, loss, console=False, observers=[watches], **slots)
     watches.trainer = trainer
     error = None
     try:

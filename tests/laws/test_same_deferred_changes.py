@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from laws.deferred_runs import Watches, data, defer_on_cpu, net, same, state
+from laws.deferred_runs import Watches, data, defer_on_cpu, net, same, state, trained
 from laws.test_same_deferred import masked, poisoned
 from trainwright import Checkpoint, Observer, StepLR, Trainer, Updates
 from trainwright.core.errors import NonFiniteError
@@ -37,16 +37,10 @@ def test_a_micro_batch_that_counts_nothing_is_left_out_unless_all_do(
     empty: tuple[int, ...], loss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> Any:
-        model, told = nn.Sequential(net(), nn.LogSoftmax(-1)), Watches()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-        trainer = Trainer(model, optimizer, LOSSES[loss], console=False, observers=[told], accumulate=3)
-        told.trainer, error = trainer, ""
-        try:
-            trainer.fit(padded(*empty), epochs=2)
-        except NonFiniteError as raised:
-            error = str(raised)
-        assert (error != "") == (len(empty) == 3)
-        return masked(state(trainer)), told.records, error
+        model = nn.Sequential(net(), nn.LogSoftmax(-1))
+        trainer, told, error = trained(padded(*empty), model=model, loss=LOSSES[loss], accumulate=3, epochs=2)
+        assert (type(error) is NonFiniteError) == (len(empty) == 3)
+        return masked(state(trainer)), told.records, str(error)
 
     at_once = run()
     defer_on_cpu(monkeypatch)
@@ -65,11 +59,9 @@ class Clamped(Trainer[Any]):
 
 def test_no_after_update_follows_an_update_that_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     def weights() -> Any:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-        with pytest.raises(NonFiniteError, match="update 3: the loss"):
-            Clamped(model, optimizer, nn.CrossEntropyLoss(), console=False).fit(poisoned(2), epochs=1)
-        return model.state_dict()
+        trainer, _, error = trained(poisoned(2), cls=Clamped)
+        assert str(error).startswith("update 3: the loss")
+        return trainer.model.state_dict()
 
     at_once = weights()
     defer_on_cpu(monkeypatch)
@@ -111,17 +103,11 @@ def test_groups_that_change_in_a_run_are_left_out_too(
     change: Any, policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run() -> Any:
-        model = net()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, fused=True)
-        trainer = Changes(model, optimizer, nn.CrossEntropyLoss(), console=False, on_nonfinite=policy)
-        trainer.change = change
-        error = None
-        try:
-            trainer.fit(lambda epoch: poisoned(epoch) if epoch else data(), epochs=2)
-        except NonFiniteError as raised:
-            error = str(raised)
-        assert (error is None) == (policy == "skip")
-        return state(trainer), error
+        own = type("Own", (Changes,), {"change": staticmethod(change)})
+        rows = lambda epoch: poisoned(epoch) if epoch else data()  # noqa: E731
+        trainer, _, error = trained(rows, cls=own, optimizer="sgd", epochs=2, on_nonfinite=policy)
+        assert type(error) is (type(None) if policy == "skip" else NonFiniteError)
+        return state(trainer), str(error)
 
     at_once, said = run()
     defer_on_cpu(monkeypatch)
@@ -180,15 +166,11 @@ def test_a_run_that_applies_nothing_any_more_ends_at_the_same_update(monkeypatch
         monkeypatch.setattr(f"trainwright.{module}.PATIENCE", 5)
 
     def run() -> Any:
-        model = net()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
         slots: dict[str, Any] = {"on_nonfinite": "skip", "schedule": StepLR(Updates(1), gamma=0.5)}
-        trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, **slots)
-        with pytest.raises(NonFiniteError, match="5 updates in a row"):
-            trainer.fit(lambda epoch: [*data()[:3], *(poisoned(0)[:1] * 20)], epochs=1)
-        assert trainer.result is not None
+        trainer, _, error = trained(lambda epoch: [*data()[:3], *(poisoned(0)[:1] * 20)], epochs=1, **slots)
+        assert "5 updates in a row" in str(error)
         counted = trainer.result.updates, trainer.result.skipped, trainer.progress.batch, trainer.progress.rows
-        return counted, optimizer.param_groups[0]["lr"]
+        return counted, trainer.optimizer.param_groups[0]["lr"]
 
     at_once = run()
     assert at_once[0] == (3, 5, 8, 32)

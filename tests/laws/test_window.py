@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from trainwright import MeanLoss, SumLoss, Trainer
 
-from .models import Losses, assert_twins, distance
+from .models import Losses, distance
 from .window_cases import (
     RETURNED,
     UNEVEN,
@@ -188,19 +188,3 @@ def test_a_sum_is_summed_over_the_window(shape=UNEVEN):
 def test_float32_gradients_of_each_window_are_those_of_the_big_batch(shape, kind):
     check_float32(shape, nn.CrossEntropyLoss(weight=WEIGHTS.float()), kind)
     check_float32(shape, None, kind, stepping(RETURNED["a mean over a tensor"][0]), masked)
-
-
-@pytest.mark.parametrize("k", [1])
-def test_windows_of_one_are_the_plain_loop_bit_for_bit(k):
-    """Micro-batches that are alone in their window are the plain loop bit for bit."""
-    data = draw(UNEVEN, "classes")
-    theirs, ours = twins("adamw")
-    for _ in range(8):
-        for x, y in data:
-            if valid(y):
-                theirs[1].zero_grad()
-                F.cross_entropy(theirs[0](x), y).backward()
-                theirs[1].step()
-    fed = [batch for batch in data if valid(batch[1])]
-    Trainer(*ours, nn.CrossEntropyLoss(), accumulate=k, console=False).fit(fed, epochs=8)
-    assert_twins(ours, theirs)

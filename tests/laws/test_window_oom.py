@@ -18,6 +18,7 @@ from trainwright.update.window import Window
 from .deferred_runs import defer_on_cpu
 from .models import Losses, assert_equal, distance
 from .oom_cases import Counting, Noisy, by_hand, numbers, scarce
+from .own_updates import Sharp
 from .window_cases import UNEVEN, Shape, draw, masked, summed, tensor_count, valid
 from .window_cases import by_hand as windows_by_hand
 
@@ -252,27 +253,14 @@ def test_a_count_of_the_users_own_is_asked_of_each_part():
 
 @pytest.mark.slow
 def test_two_passes_over_one_window_are_split_alike():
-    """SAM: up the gradient, a second pass there, and back."""
-
-    class Sam(Trainer):
-        def update(self, window):
-            loss = self.compute_gradients(window)
-            steps = [0.05 * p.grad for p in self.model.parameters()]
-            with torch.no_grad():
-                for p, step in zip(self.model.parameters(), steps, strict=True):
-                    p.add_(step)
-            self.compute_gradients(window)
-            with torch.no_grad():
-                for p, step in zip(self.model.parameters(), steps, strict=True):
-                    p.sub_(step)
-            self.apply_gradients()
-            return loss
 
     x, y = numbers()
     found = []
     for most, on_oom in ((10**6, None), (3, "split")):
         model, optimizer = scarce(most)
-        Sam(model, optimizer, nn.CrossEntropyLoss(), on_oom=on_oom, console=False).fit((x, y), epochs=5, batch_size=10)
+        Sharp(model, optimizer, nn.CrossEntropyLoss(), on_oom=on_oom, console=False).fit(
+            (x, y), epochs=5, batch_size=10
+        )
         found.append(model)
     assert distance(*found) <= 1e-12 and max(found[1].calls[-6:]) <= 3
 

@@ -11,13 +11,8 @@ from torch.optim import SGD, AdamW
 
 from trainwright import (
     Checkpoint,
-    ClipNorm,
     Cosine,
-    Epochs,
-    Observer,
-    OneCycle,
     SettingError,
-    StepLR,
     Trainer,
     adamw,
     batches,
@@ -107,37 +102,6 @@ def test_adamw_in_a_dict_groups_the_parameters_of_its_part():
             assert all((p.ndim == 1) == (group["weight_decay"] == 0) for p in group["params"])
 
 
-def test_numbers_carry_the_names():
-    class Told(Observer):
-        wants = frozenset({"grad_norm"})
-        updates = []  # noqa: RUF012
-
-        def on_update(self, update):
-            self.updates.append(update)
-
-    trainer = made(EACH["partials"], schedule={"G": Cosine()}, clip={"D": 1.0}, observers=[Told()])
-    result = trainer.fit(batches((x, y), 4), batches((x, y), 4), epochs=1)
-    values = Told.updates[0].values
-    assert values["lr_G"] == values["lr_D"] == 0.1 and values["grad_norm_G"] > 0 and values["grad_norm_D"] > 0
-    row = result.history[0]
-    assert set(row) == {"epoch", "update", "loss", "val_loss", "lr_G", "lr_D"} and row["lr_G"] < row["lr_D"] == 0.1
-
-
-def test_clip_by_name_limits_that_optimizer_alone():
-    seen = []
-
-    class Sees(Trainer):
-        def after_update(self):
-            parts = (self.model.G, self.model.D)
-            seen.append([torch.cat([p.grad.flatten() for p in part.parameters()]).norm().item() for part in parts])
-
-    model = Two()
-    Sees(model, EACH["partials"], nn.CrossEntropyLoss(), clip={"D": ClipNorm(1e-3)}, console=False).fit(
-        batches((x, y), 4), epochs=1
-    )
-    assert all(d == pytest.approx(1e-3, rel=1e-2) and g > 1e-2 for g, d in seen)
-
-
 def test_the_optimizer_of_several_is_asked_for_by_name():
     trainer = made(EACH["partials"])
     with pytest.raises(SettingError, match=r"several: 'G', 'D'(.|\n)*self\.optimizers\['G'\]"):
@@ -177,13 +141,6 @@ def test_one_optimizer_under_two_names_is_refused():
         Trainer(model, {"G": one, "D": one})
 
 
-def test_a_part_that_no_optimizer_trains_is_refused_before_the_first_update():
-    trainer = made({"G": partial(SGD, lr=0.1)})
-    with pytest.raises(SettingError, match=r"2 trainable parameters are in no optimizer(.|\n)*model\.D\.weight"):
-        trainer.fit(batches((x, y), 4), epochs=1)
-    assert trainer.progress.updates == 0
-
-
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
@@ -206,32 +163,6 @@ def test_a_dict_for_one_optimizer_is_refused():
     for settings in ({"schedule": {"G": Cosine()}}, {"clip": {"optimizer": 1.0}}):
         with pytest.raises(SettingError, match="for one optimizer without a name"):
             made(ONE["partial"], **settings)
-
-
-def test_plan_takes_schedules_by_name_and_leaves_no_trace():
-    def groups():
-        held = [group for one in trainer.optimizers.values() for group in one.param_groups]
-        return [{key: value for key, value in group.items() if key != "params"} for group in held]
-
-    schedule = {"G": OneCycle(0.3, cycle_momentum=False), "D": StepLR(Epochs(1), gamma=0.1)}
-    trainer = made(EACH["partials"], schedule=schedule)
-    before = groups()
-    random = torch.get_rng_state()
-    plan = trainer.plan(batches((x, y), 4), batches((x, y), 4), epochs=2)
-    assert plan.updates == 6 and before == groups() and torch.equal(random, torch.get_rng_state())
-    with pytest.raises(SettingError, match="max_updates"):
-        trainer.plan(((x, y) for _ in range(9)), epochs=1)
-    trainer.fit(batches((x, y), 4), epochs=2)
-
-
-def test_the_numbers_of_a_run_can_be_drawn_and_reported(tmp_path):
-    trainer = made(ONE["partial"])
-    result = trainer.fit(batches((x, y), 4), batches((x, y), 4), epochs=2)
-    result.plot(tmp_path / "course.png")
-    report = trainer.report(batches((x, y), 4))
-    report.plot(tmp_path / "report.png")
-    assert report.to_dict() and report.text in str(report)
-    assert (tmp_path / "course.png").stat().st_size > 1000 and (tmp_path / "report.png").stat().st_size > 1000
 
 
 def test_a_checkpoint_does_not_switch_a_kernel_on_that_is_wrong_here(tmp_path):

@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Cosine, SettingError, Trainer
+from trainwright import Cosine, SettingError
 from trainwright.core.plan import Plan
-from trainwright.modules.freezing import freeze, unfreeze
 from trainwright.optim.optimizers import adamw
 from trainwright.schedules.bound import group_name
 
@@ -193,23 +192,6 @@ def test_a_schedule_scales_each_group_and_names_it():
     optimizer.param_groups[2]["lr"] = 1.0
     with pytest.raises(SettingError, match=r"lr of group 2 \('backbone\.decay'\) was set by hand"):
         table.apply(6)
-
-
-def test_a_frozen_part_is_in_its_group_and_trains_when_it_is_unfrozen():
-    model = Net()
-    freeze(model, "backbone")
-    trainer = Trainer(model, adamw(lr=0.01), nn.CrossEntropyLoss(), console=False)
-    start = copy.deepcopy(model.state_dict())
-    data = (torch.randn(8, 1, 4, 4), torch.randint(0, 3, (8,)))
-
-    def same():
-        return {name for name, tensor in model.state_dict().items() if torch.equal(tensor, start[name])}
-
-    trainer.fit(data, epochs=2, batch_size=4)
-    assert same() == {name for name in start if name.startswith("backbone")}
-    unfreeze(model, "backbone")
-    trainer.fit(data, epochs=2, batch_size=4)
-    assert same() == set()
 
 
 def test_the_settings_are_shown_copied_and_pickled():
