@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,7 +18,6 @@ from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.format import encode, load_tree, read_manifest
 from trainwright.checkpointing.load import load_weights
 from trainwright.checkpointing.weights import save_weights
-from trainwright.core.durations import Updates
 from trainwright.core.errors import CheckpointError, SettingError
 
 # What is written and read
@@ -59,6 +57,8 @@ def test_a_state_that_cannot_be_saved_is_named_and_nothing_is_left(start, tmp_pa
     manager = start()
     with pytest.raises(CheckpointError, match=r"state\['queue'\]\[1\] is a set.*\n.*\n.*sorted"):
         manager.save({"model": {}, "state": {"queue": [1, {2}]}}, update=1, epoch=0)
+    with pytest.raises(CheckpointError, match="queue"):
+        manager.reserve({"state": {"queue": {2}}})
     with pytest.raises(CheckpointError, match="queue"):
         encode({"state": {"queue": {2}}})
     assert formats.list_checkpoints(tmp_path / "run") == []
@@ -136,12 +136,6 @@ def test_settings_that_cannot_work_are_refused_when_given(settings, words):
     with pytest.raises(SettingError) as caught:
         Checkpoint(settings.pop("directory", "runs"), **settings)
     assert words in str(caught.value)
-
-
-def test_settings_that_work_are_taken():
-    Checkpoint("runs", best="val_loss")
-    Checkpoint(Path("runs"), best="acc", mode="max", top=3, keep=1, every=Updates(5), restore_best=True)
-    Checkpoint("runs", async_save=False, on_save_error="raise", checksum="sha256", grace=0)
 
 
 def test_the_directory_stays_where_it_was_when_the_process_moves(tmp_path, monkeypatch):

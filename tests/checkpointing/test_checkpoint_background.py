@@ -5,25 +5,18 @@ from __future__ import annotations
 import errno
 import gc
 import os
-import shutil
 import signal
 import subprocess
 import sys
 import threading
-import warnings
-import weakref
-from contextlib import suppress
 
 import pytest
 import torch
-from checkpoints import NAN, Tied, begin, save, tree_of, updates
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from checkpoints import Tied, begin, save, tree_of, updates
 from torch import nn
 
 from trainwright.checkpointing import commit as commits
 from trainwright.checkpointing import format as formats
-from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.format import load_tree, read_manifest
 from trainwright.checkpointing.load import latest_checkpoint
 from trainwright.core.errors import CheckpointError
@@ -92,22 +85,6 @@ def test_a_grown_state_is_saved_and_its_memory_reserved(start):
         assert manager._writer.memory.size >= queue.nbytes
 
 
-@pytest.mark.slow
-def test_no_reference_to_a_saved_tree_is_left(start, refuses):
-    manager = start()
-    for number in (0, errno.ENOSPC):
-        refuses(number)
-        tensor = torch.ones(10)
-        seen = weakref.ref(tensor)
-        manager.save({"model": {}, "state": {"a": tensor}}, update=1 + number, epoch=0)
-        manager._writer.wait()
-        del tensor
-        gc.collect()
-        assert seen() is None
-    with pytest.raises(CheckpointError, match="disk is full"):
-        manager.completed(wait=True)
-
-
 def test_without_memory_for_a_copy_training_waits_with_a_warning(start, monkeypatch):
     manager = start()
 
@@ -118,15 +95,6 @@ def test_without_memory_for_a_copy_training_waits_with_a_warning(start, monkeypa
     with pytest.warns(UserWarning, match=r"no memory for a copy of the state .*training waits"):
         begin(manager, 1)
     assert [saved.update for saved in manager.completed()] == [1]
-
-
-def test_an_unsavable_value_is_refused_by_save_and_by_reserve(start, tmp_path):
-    manager = start()
-    with pytest.raises(CheckpointError, match="queue"):
-        manager.reserve({"state": {"queue": {2}}})
-    with pytest.raises(CheckpointError, match="queue"):
-        manager.save({"state": {"queue": {2}}}, update=1, epoch=0)
-    assert manager.completed(wait=True) == [] and updates(tmp_path / "run") == []
 
 
 # What is told
@@ -170,53 +138,6 @@ def test_the_checksum_that_is_asked_for_is_written(start):
 
 
 # Retention
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", ["min", "max"])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(
-    saves=st.lists(
-        st.tuples(st.sampled_from([1.0, 2.0, 3.0, 4.0, NAN, None]), st.booleans(), st.booleans()), max_size=12
-    ),
-    top=st.integers(1, 3),
-    keep=st.integers(1, 3),
-)
-def test_retention_is_the_same_in_the_background(mode, saves, top, keep, tmp_path_factory):
-    """Each save: its number, whether the system refuses it, whether `written` is asked after it."""
-    kept = []
-    commit = commits.commit
-    for async_save in (True, False):
-        directory, refused = tmp_path_factory.mktemp("run"), set()
-
-        def refusing(root, files, *, refused=refused, **fields):
-            name = formats.update_name(fields["manifest"]["update"])
-            if name in refused:
-                raise CheckpointError(name) from OSError(errno.ENOSPC, "full")
-            return commit(root, files, **fields)
-
-        manager = Checkpoint(directory, best="n", mode=mode, top=top, keep=keep, async_save=async_save).bind("one")
-        manager.prepare(resuming=False)
-        with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            patch.setattr(commits, "commit", refusing)
-            for update, (value, refuses, asked) in enumerate(saves, start=1):
-                refused |= {formats.update_name(update)} if refuses else set()
-                metrics = {} if value is None else {"n": value}
-                if metrics:
-                    manager.judge(metrics, epoch=0, update=update)
-                manager.save({"model": {}, "n": update}, update=update, epoch=0, metrics=metrics)
-                if asked:
-                    manager.completed()
-            with suppress(CheckpointError):  # the last save may be one that is refused
-                manager.completed(wait=True)
-        names = [path.name for path in manager.saved]
-        best = manager.best and (manager.best.update, manager.best.path and manager.best.path.name)
-        assert names == [formats.update_name(update) for update in reversed(updates(directory))]
-        kept.append((names, best))
-        manager.release()
-        shutil.rmtree(directory)
-    assert kept[0] == kept[1]
 
 
 def test_judging_during_a_save_in_flight_does_not_change_it(start, slow, tmp_path):

@@ -112,22 +112,10 @@ def test_the_newest_checkpoint_of_a_message_exists_and_is_of_this_run(start, ref
     assert manager.failing.endswith("nothing is saved")
 
 
-def test_a_run_without_a_complete_checkpoint_reports_that(start, refuses):
-    manager = start()
-    refuses(errno.EROFS)
-    with pytest.raises(CheckpointError, match="could not be written"):
-        whole(manager, 1)
-    assert manager.failing == "the last save failed: the file system is read-only; nothing is saved"
-
-
-def test_a_warning_without_any_checkpoint_says_that_there_is_none_to_resume(start, refuses):
+def test_an_error_without_any_checkpoint_says_that_there_is_none(start, refuses):
     manager = start()
     refuses(errno.ENOSPC)
     begin(manager, 1)
-    manager._writer.wait()
-    with pytest.warns(UserWarning, match="would have nothing to resume from"):
-        manager.completed()
-    begin(manager, 2)
     with pytest.raises(CheckpointError, match="; there is no complete checkpoint of this run"):
         manager.completed(wait=True)
 

@@ -22,6 +22,7 @@ def test_saved_weights_come_back_into_a_model_tied_ones_too(tmp_path):
     weights = load_weights(tmp_path / "deep" / "w.safetensors", other)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
     assert other.head.weight is other.embed.weight and weights.keys() == one.state_dict().keys()
+    assert safetensors.torch.load_model(Tied(), tmp_path / "deep" / "w.safetensors") == (set(), [])
     assert (tmp_path / "deep" / "w.safetensors").stat().st_mode & 0o777 == 0o600
     assert os.listdir(tmp_path / "deep") == ["w.safetensors"]
 

@@ -105,12 +105,6 @@ def test_the_memory_is_reused_and_freed_before_a_larger_block_is_allocated(monke
     assert sizes == [(3 * MIB, 0)] and arena.size == 3 * MIB
 
 
-def test_the_memory_is_as_large_as_the_state():
-    tensors = [torch.empty(n) for n in (1, 1 << 18, 5, 1 << 19, 17)]
-    total = sum(tensor.nbytes for tensor in tensors)
-    assert total <= memory_needs(files_of(*tensors))[0] <= total + ALIGNMENT * len(tensors)
-
-
 def test_only_tensors_that_do_not_fit_are_allocated_on_demand(monkeypatch):
     arena = Memory()
     arena.reserve(MIB)

@@ -344,31 +344,6 @@ def test_a_manifest_too_large_to_be_one_is_not_read(run):
     passed_over(run, r"manifest\.json is damaged: it has 4398046511104 bytes")
 
 
-NUMBERS = st.integers(-2, 3) | st.sampled_from([2**31, 2**62, 2**63, -(2**63), 10**30, 0.5, True, None, "1", "x"])
-LISTS = st.lists(NUMBERS, max_size=3)
-TEXTS = st.sampled_from(
-    ["t", "u", "<f4", "|V0", "(2,)f4", "a", "O", "f4,(", "M8[", "torch.uint8", "float32", "0x", "nan", ""]
-)
-TAGS = st.sampled_from(["$tensor", "$array", "$scalar", "$bytes", "$int", "$float", "$tuple", "$dict", "$ordered"])
-KEYS = TAGS | st.sampled_from(
-    ["dtype", "size", "stride", "offset", "shape", "order", "bytes", "versions", "parameter", "device"]
-)
-NODES = st.recursive(
-    NUMBERS | TEXTS | LISTS,
-    lambda inner: st.lists(inner, max_size=2) | st.dictionaries(KEYS, inner, max_size=5),
-    max_leaves=8,
-)
-
-
-@pytest.mark.slow
-@settings(max_examples=150, deadline=None)
-@given(st.dictionaries(KEYS, NODES, min_size=1, max_size=6))
-@pytest.mark.filterwarnings("ignore")
-def test_any_node_is_a_value_or_an_error_of_ours(node):
-    with suppress(CheckpointError):
-        loads(json.dumps([node]), {"t": torch.arange(6, dtype=torch.float32), "u": torch.zeros(8, dtype=torch.uint8)})
-
-
 @settings(max_examples=150, deadline=None)
 @given(st.data())
 @pytest.mark.filterwarnings("ignore")

@@ -23,7 +23,7 @@ from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import load_checkpoint
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core.errors import CheckpointError, SettingError
-from trainwright.distributed.world import Group, World
+from trainwright.distributed.world import Group
 
 
 def on_all(size, function, *given):
@@ -117,10 +117,6 @@ def count_collectives(directory):
 
 def test_only_a_save_and_its_result_are_collectives(tmp_path):
     assert on_all(2, count_collectives, tmp_path / "run") == [[0, 0, 1, 1, 0, 0]] * 2
-
-
-def test_one_process_gets_the_manager_of_one_process(tmp_path):
-    assert type(Checkpoint(tmp_path).bind("a", world=World())) is CheckpointManager
 
 
 def slow_write(directory):

@@ -12,9 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainwright.checkpointing.files import read_file, replace_file
+from trainwright.checkpointing.files import read_file
 from trainwright.checkpointing.tensorfile import DTYPES, read, write
-from trainwright.checkpointing.weights import load_into, read_weights, weights_contents
 from trainwright.core.errors import CheckpointError
 
 FOREIGN = {name: dtype for name, dtype in DTYPES.items() if name in safetensors.torch._TYPES}
@@ -74,28 +73,6 @@ def test_files_of_the_package_are_read(mixed, tmp_path):
     contents = read_back(tmp_path / "f")
     assert contents.metadata == {"format": "pt"}
     assert {n: bits(t) for n, t in contents.tensors.items()} == {n: bits(t) for n, t in mixed.items()}
-
-
-class Tied(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embed = torch.nn.Embedding(5, 4)
-        self.head = torch.nn.Linear(4, 5)
-        self.head.weight = self.embed.weight
-        self.register_buffer("turned", torch.randn(3, 2).t())
-        self.register_buffer("none", torch.empty(2, 0))
-        self.register_buffer("count", torch.tensor(7))
-
-
-def test_models_with_tied_weights_go_from_one_to_the_other_and_back(tmp_path):
-    ours, theirs, back = Tied(), Tied(), Tied()
-    replace_file(tmp_path / "ours", weights_contents(ours.state_dict()))
-    assert safetensors.torch.load_model(theirs, tmp_path / "ours") == (set(), [])
-    safetensors.torch.save_model(theirs, str(tmp_path / "theirs"))
-    load_into(back, read_file(tmp_path / "theirs", read_weights), source="theirs")
-    for model in (theirs, back):
-        assert model.head.weight is model.embed.weight
-        assert all(torch.equal(value, model.state_dict()[name]) for name, value in ours.state_dict().items())
 
 
 def test_our_files_are_read_in_the_order_of_the_names(mixed, tmp_path):

@@ -21,7 +21,6 @@ from trainwright.checkpointing.files import read_file, replace_file
 from trainwright.checkpointing.tensorfile import Contents, read
 from trainwright.checkpointing.tree import MAX_DEPTH, flatten, loads, plain_data
 from trainwright.core.errors import CheckpointError
-from trainwright.core.trees import path_text
 
 DTYPES = [torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int8, torch.uint8, torch.bool]
 DTYPES += [torch.complex64, torch.complex128, torch.uint16]
@@ -251,11 +250,6 @@ def test_a_tree_that_contains_itself_is_refused():
         deep = [deep]
     plain, tensors = flatten(deep)
     assert same(loads(json.dumps(plain), tensors), deep)
-
-
-def test_paths_are_written_as_in_python():
-    assert path_text(("state", "queue", 3)) == "state['queue'][3]"
-    assert path_text((0, "a")) == "tree[0]['a']"
 
 
 BASE = {"t": torch.arange(6, dtype=torch.uint8)}

@@ -72,19 +72,6 @@ def test_a_reservation_runs_after_the_job_in_flight_and_only_the_latest_one(writ
     assert isinstance(results(writer)[0], ZeroDivisionError)
 
 
-def test_results_are_announced_by_the_thread_after_results_and_after_errors_when_they_can_be_asked_for():
-    seen = []
-    writer = Writer(
-        "test", async_save=True, on_result=lambda: seen.append((threading.current_thread().name, *results(writer)))
-    )
-    writer.start(lambda: 7)
-    writer.start(lambda: 1 / 0)
-    writer.run_idle(lambda: None)
-    writer.close(lambda: None)
-    assert seen[0] == ("test", 7)
-    assert seen[1][0] == "test" and isinstance(seen[1][1], ZeroDivisionError) and len(seen) == 2
-
-
 @pytest.mark.parametrize("fails", [False, True])
 def test_no_reference_to_a_finished_job_is_left(writer, fails):
     class Job:
