@@ -22,6 +22,9 @@ def test_advice_on_a_gpu_is_judged_by_the_clock(device: torch.device) -> None:
 
 @pytest.mark.slow
 def test_advice_of_the_same_network_on_the_cpu() -> None:
-    advice, same = advice_on(torch.device("cpu"), seconds=2, width=8)
+    advice, same = advice_on(torch.device("cpu"), seconds=4, width=8)
     assert same
     assert advice.noise["ready"].clock == "CPU time"
+    tried = {effect.name: effect for effect in advice.tried}
+    assert all(tried[name].trials for name in ("bf16", "channels-last", "batch size x2"))
+    assert tried["channels-last"].drift is not None and tried["channels-last"].drift < 1e-3

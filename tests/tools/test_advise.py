@@ -20,7 +20,7 @@ from test_trial import everything
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from trainwright import DataError, SettingError, Trainer, accuracy, advise, batches
+from trainwright import SettingError, Trainer, accuracy, advise, batches
 from trainwright.core.device import usable_cores
 from trainwright.modules import checkpoint_activations
 from trainwright.optim import Lamb
@@ -444,12 +444,6 @@ def test_a_technique_that_raises_is_listed_with_its_error_and_the_others_are_tri
     assert tried["fused optimizer"].speedup is not None
 
 
-def test_a_stream_that_cannot_be_read_afresh_is_refused_with_the_cure():
-    trainer = timed()
-    with pytest.raises(DataError, match="a list of ready batches"):
-        advise(trainer, (batch for batch in [(torch.ones(4, 8), torch.zeros(4, dtype=torch.int64))]))
-
-
 @pytest.mark.parametrize("seconds", [0, -1, True, "60"])
 def test_seconds_are_a_number_above_zero(seconds):
     with pytest.raises(SettingError, match="seconds"):
@@ -477,22 +471,3 @@ def test_by_the_real_clock_what_was_planted_is_found_and_a_trace_is_nowhere_left
     assert "mean 20" in found["inputs not normalized"] and "the bias of 0 before 1" in found["bias before BatchNorm"]
     assert "in memory" in effects(advice)
     assert sum(advice.phases.shares.values()) == pytest.approx(1)
-
-
-@pytest.mark.slow
-def test_by_the_real_clock_the_same_model_is_tried_in_every_way_and_nothing_is_found():
-    torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(3, 24, 3, padding=1, bias=False), nn.BatchNorm2d(24), nn.ReLU()),
-        *(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(24, 4)),
-    )
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, console=False)
-    data = batches((torch.randn(256, 3, 16, 16), torch.arange(256) % 4), 64, shuffle=True)
-    before = everything(trainer)
-    advice = advise(trainer, data, seconds=6)
-    assert everything(trainer) == before
-    assert [one.name for one in advice.findings if one.name != "slow loader"] == []
-    tried = effects(advice)
-    assert all(tried[name].trials for name in ("bf16", "channels-last", "batch size x2"))
-    assert advice.noise["ready"].trials and tried["channels-last"].drift < 1e-3

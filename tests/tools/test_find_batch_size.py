@@ -2,30 +2,22 @@
 
 from __future__ import annotations
 
-import gc
 import math
 from contextlib import contextmanager
 
 import pytest
 import torch
-from test_trial import everything, make, rows
 from torch import nn
 
 from laws.oom_cases import Scarce
-from trainwright import EMA, DataError, Fast, SettingError, Trainer, accuracy, batches, find_batch_size
+from trainwright import Fast, SettingError, Trainer, find_batch_size
 from trainwright.modules import peak_memory as runtime_peaks
 from trainwright.tools.batch_search import MOST_TRIALS, LargestBatch
 
 X, Y = torch.randn(4000, 5), torch.randint(4, (4000,))
 
 
-@pytest.fixture(scope="module", autouse=True)
-def little_to_collect():
-    """Each trial collects garbage, which takes 0.3 s where it looks through all of torch."""
-    gc.collect()
-    gc.freeze()
-    yield
-    gc.unfreeze()
+pytestmark = pytest.mark.usefixtures("little_to_collect")
 
 
 class Formula:
@@ -100,26 +92,6 @@ def test_memory_that_runs_out_in_a_trial_is_put_up_with(monkeypatch, most, least
 def test_one_row_that_does_not_fit_is_an_error(monkeypatch):
     with pytest.raises(SettingError, match="micro-batches of 1 rows do not fit"):
         found(monkeypatch, scarce(0))
-
-
-def test_other_errors_of_a_trial_come_out_and_leave_no_trace(monkeypatch):
-    trainer = make()
-    trainer.loss = nn.CrossEntropyLoss(reduction="none")
-    before = everything(trainer)
-    with pytest.raises(Exception, match="one element"):
-        find_batch_size(trainer, rows(), batch_size=8, budget=2**20)
-    assert everything(trainer) == before
-
-
-@pytest.mark.parametrize("optimizer", [torch.optim.SGD, torch.optim.AdamW])
-def test_nothing_is_left_of_the_trials(optimizer):
-    trainer = make(optimizer, metrics={"accuracy": accuracy}, average=EMA(0.9), clip=1.0)
-    data = batches(rows(), 8, shuffle=True, seed=1)
-    trainer.fit(data, epochs=1)
-    before = everything(trainer)
-    made = find_batch_size(trainer, data, budget=2**20, most=64)
-    assert made.rows == 64 and made.why == "`most` rows: 64"
-    assert everything(trainer) == before
 
 
 def test_bytes_of_tensors_grow_by_what_a_row_takes():
@@ -210,11 +182,6 @@ def test_settings_that_cannot_be_are_refused(how, match):
 def test_a_budget_that_not_one_row_fits_into_is_said_to_be_one(monkeypatch):
     with pytest.raises(SettingError, match="micro-batches of 1 rows do not fit in a budget of"):
         found(monkeypatch, scarce(0), budget=16)
-
-
-def test_a_stream_that_is_read_once_is_refused_with_the_cure():
-    with pytest.raises(DataError, match="a list of ready batches"):
-        find_batch_size(scarce(), iter([(X[:8], Y[:8])]), budget=2**20)
 
 
 def test_what_is_compiled_is_counted_uncompiled():

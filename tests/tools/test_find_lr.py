@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
-import pickle
-import random
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
 
-from trainwright import DataError, Fast, SettingError, Trainer, batches
+from trainwright import Fast, SettingError, Trainer, batches
 from trainwright.schedules import Linear
 from trainwright.tools.lr_search import find_lr, read
 
@@ -224,88 +219,6 @@ def test_smoothing_keeps_a_straight_line_and_does_not_lag():
 # No trace
 
 
-class Breaks(Trainer):
-    """Fails at the 20th step, if it is told to; has state of its own."""
-
-    def training_step(self, batch):
-        self.state["steps"] = self.state.get("steps", 0) + 1
-        random.random(), np.random.rand(), torch.rand(1)
-        if self.state["steps"] == self.breaks:
-            raise RuntimeError("broken")
-        return super().training_step(batch)
-
-
-def worked(*, breaks=None, earlier=0):
-    """A trainer with everything that may keep a trace, and its loader."""
-    model = network(norm=True)
-    model[3].bias.requires_grad_(False)
-    model[1].eval()
-    loader = DataLoader(
-        TensorDataset(*rows()), 16, shuffle=True, generator=torch.Generator().manual_seed(5), num_workers=0
-    )
-    trainer = Breaks(
-        model,
-        torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2, amsgrad=True),
-        nn.CrossEntropyLoss(),
-        console=False,
-        schedule=Linear(final=0.1),
-        accumulate=2,
-        clip=1.0,
-    )
-    trainer.breaks = breaks
-    if earlier:
-        trainer.fit(loader, epochs=earlier)
-    return trainer, loader
-
-
-def digest(trainer, loader):
-    """A hash of all that training may change."""
-    model, optimizer = trainer.model, trainer.optimizer
-    seen = [
-        {name: tensor.numpy().tobytes() for name, tensor in model.state_dict().items()},
-        [None if p.grad is None else p.grad.numpy().tobytes() for p in model.parameters()],
-        [(module.training, sorted(vars(module))) for module in model.modules()],
-        [(p.requires_grad, p.data_ptr()) for p in model.parameters()],
-        [{k: v.numpy().tobytes() for k, v in held.items()} for held in optimizer.state.values()],
-        [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups],
-        (trainer._counters.state_dict(), trainer.history, dict(trainer.state), sorted(vars(trainer))),
-        (random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().numpy().tobytes()),
-        loader.generator.get_state().numpy().tobytes(),
-        (torch.is_grad_enabled(), torch.get_num_threads(), torch.get_float32_matmul_precision()),
-    ]
-    return hashlib.sha256(pickle.dumps(seen)).hexdigest()
-
-
-@pytest.mark.parametrize("earlier", [0, 2])
-@pytest.mark.parametrize("breaks", [None, 20])
-def test_nothing_has_changed_after_it(earlier, breaks):
-    trainer, loader = worked(earlier=earlier)
-    before = digest(trainer, loader)
-    trainer.breaks = None if breaks is None else trainer.state.get("steps", 0) + breaks
-    if breaks is None:
-        assert len(find_lr(trainer, loader, highest=1.0, diverges=100).rates) == 100
-    else:
-        with pytest.raises(RuntimeError, match="broken"):
-            find_lr(trainer, loader)
-    trainer.breaks = None
-    assert digest(trainer, loader) == before
-
-
-def test_training_goes_on_as_if_it_had_not_been():
-    ends = []
-    for swept in (False, True):
-        trainer, loader = worked(earlier=1)
-        if swept:
-            find_lr(trainer, loader, highest=1.0, diverges=100)
-        trainer.fit(loader, epochs=2)
-        ends.append((digest_of_weights(trainer), trainer.history))
-    assert ends[0] == ends[1]
-
-
-def digest_of_weights(trainer):
-    return {name: tensor.tolist() for name, tensor in trainer.model.state_dict().items()}
-
-
 # Mistakes
 
 
@@ -325,11 +238,6 @@ def digest_of_weights(trainer):
 def test_settings_that_make_no_sweep_are_refused(settings, says):
     with pytest.raises(SettingError, match=says):
         find_lr(made(), ready(), **settings)
-
-
-def test_a_stream_is_refused_with_the_cure():
-    with pytest.raises(DataError, match="a list of ready batches"):
-        find_lr(made(), iter(ready()))
 
 
 def test_a_first_group_without_a_rate_is_refused():

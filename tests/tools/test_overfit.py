@@ -7,19 +7,17 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from test_smoke_run import data, made, same, traces, x, y
+from test_smoke_run import data, made, x, y
 from torch import nn
 
 from trainwright import SettingError, Trainer, batches
 from trainwright.tools import overfit_batches, smoke_run
 
 
-def test_a_model_that_can_learn_gets_its_loss_to_near_zero_and_is_left_as_it_was() -> None:
+def test_a_model_that_can_learn_gets_its_loss_to_near_zero() -> None:
     trainer = made(accumulate=4, clip=1.0)
     trainer.optimizer.param_groups[0]["lr"] = 0.05
-    before = traces(trainer)
     told = overfit_batches(trainer, data(), 2)
-    assert same(before, traces(trainer))
     assert told.fell and told.batches == 2 and told.updates == 2 * len(told.losses) < 300
     assert told.losses[-1] <= 0.05 * told.losses[0] and told.losses[-2] <= 0.05 * told.losses[0]
     assert not told.untrained and "can learn" in str(told)

@@ -46,10 +46,11 @@ class Keeps(Trainer):
         return super().training_step(batch)
 
 
-def make(optimizer=torch.optim.AdamW, **settings):
+def make(optimizer=torch.optim.AdamW, *, cls=None, **settings):
     torch.manual_seed(0)
     model = nn.Sequential(Counting(6, 8), nn.BatchNorm1d(8), nn.Dropout(0.3), nn.Linear(8, 3))
-    return Keeps(model, optimizer(model.parameters(), lr=0.05), nn.CrossEntropyLoss(), console=False, **settings)
+    optimizer = optimizer(model.parameters(), lr=0.05)
+    return (cls or Keeps)(model, optimizer, nn.CrossEntropyLoss(), console=False, **settings)
 
 
 def plain(value):
