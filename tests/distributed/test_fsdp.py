@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import partial
-from math import inf
 from typing import Any
 
 import pytest
@@ -17,8 +15,6 @@ from distributed.fsdp_cases import (
     PAIRS,
     SINGLE,
     Block,
-    Net,
-    adamw,
     backward_of,
     differ,
     group,
@@ -28,52 +24,10 @@ from distributed.fsdp_cases import (
     sharded_net,
 )
 from distributed.pool import pool
-from trainwright import ClipNorm, ClipValue
 from trainwright.distributed.fsdp import FSDP, follow, full_state_dict, recover, retake, set_sync, shard
 from trainwright.modules.dtensors import full_tensor, is_sharded
-from trainwright.optim import Gradients
 
 EXACT = 1e-12
-
-
-def sgd(model: nn.Module) -> Any:
-    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-
-
-CLIPS = {
-    "none": (None, None),
-    "norm": (ClipNorm(0.05), lambda p: nn.utils.clip_grad_norm_(p, 0.05)),
-    "norm 1": (ClipNorm(0.2, norm_type=1), lambda p: nn.utils.clip_grad_norm_(p, 0.2, 1)),
-    "norm inf": (ClipNorm(0.02, norm_type=inf), lambda p: nn.utils.clip_grad_norm_(p, 0.02, inf)),
-    "value": (ClipValue(0.01), lambda p: nn.utils.clip_grad_value_(p, 0.01)),
-}
-
-
-@pytest.mark.sample(3)
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize("name", CLIPS)
-def test_shards_make_the_updates_of_one_process(name: str, size: int) -> None:
-    ours, plain = CLIPS[name]
-    for data in (SINGLE, PAIRS):
-        expected, norms = plain_loop(data, plain)
-        states = pool(size).run(sharded_loop, data, ours)
-        assert differ(states[0][0], expected) < EXACT
-        assert states[1][0] == {}  # the whole weights are on the first process alone
-        for _, measured in states:
-            assert measured == pytest.approx(norms, rel=EXACT)
-
-
-@pytest.mark.parametrize("settings", [{"reshard_after_forward": False}, {"reshard_after_forward": True}])
-def test_accumulation_is_exact_whatever_is_kept_whole(settings: dict[str, Any]) -> None:
-    expected, _ = plain_loop(PAIRS, make=sgd)
-    states = pool(2).run(partial(sharded_loop, make=sgd, settings=settings), PAIRS)
-    assert differ(states[0][0], expected) < EXACT
-
-
-def test_the_fused_step_of_shards_is_that_of_one_process() -> None:
-    fused = partial(adamw, fused=True)
-    expected, _ = plain_loop(PAIRS, make=fused)
-    assert differ(pool(2).run(partial(sharded_loop, make=fused), PAIRS)[0][0], expected) < EXACT
 
 
 def reductions(last: bool) -> tuple[int, int]:
@@ -297,19 +251,3 @@ def test_a_policy_computes_in_its_type_and_reduces_in_another() -> None:
         assert seen == [torch.bfloat16] and dtypes == {torch.float64}
         for ours, plain in zip(gradients, total, strict=True):
             torch.testing.assert_close(ours, plain, rtol=0, atol=EXACT)
-
-
-@pytest.mark.slow
-def test_settings_hold_one_update_of_a_model_on_one_process() -> None:
-    expected, _ = plain_loop(SINGLE)
-    assert differ(pool(1).run(sharded_loop, SINGLE)[0][0], expected) < EXACT
-
-
-def kinds() -> list[str]:
-    world = group()
-    model = sharded_net(world)
-    return [type(Gradients(adamw(model))).__name__, type(Gradients(adamw(Net()))).__name__]
-
-
-def test_plain_parameters_keep_their_path_beside_sharded_ones() -> None:
-    assert pool(2).run(kinds) == [["_ShardedGradients", "Gradients"]] * 2

@@ -128,24 +128,6 @@ def test_the_state_of_an_average_is_taken_over(whole_raw: bool) -> None:
     assert differ(shown, expected("ema")) < EXACT and back == 0
 
 
-def kept_on_the_host() -> Any:
-    """Early stopping's best weights: a copy of the shards, loaded again when others have been trained."""
-    world = group()
-    model = sharded_net(world)
-    best = full_state_dict(model, world)
-    from trainwright.fit.result import copied_weights
-
-    kept = copied_weights(model, None)
-    copied_weights(model, kept)  # into the same tensors
-    sharded_loop(PAIRS, model=model)
-    model.load_state_dict(kept)
-    return differ(full_state_dict(model, world), best) if world.is_main else len(full_state_dict(model, world))
-
-
-def test_the_best_weights_are_kept_as_shards() -> None:
-    assert pool(2).run(kept_on_the_host) == [0.0, 0]
-
-
 def evaluated() -> Any:
     """A pass without gradients between two updates; gradients and the weights that are held come back."""
     world, x = group(), torch.ones(2, 3).double()

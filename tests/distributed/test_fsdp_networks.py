@@ -28,12 +28,6 @@ class Nets(nn.Module):
         self.G, self.D = networks()
 
 
-class Judging(Nets):
-    def judge(self, x: torch.Tensor) -> torch.Tensor:
-        judged: torch.Tensor = self.D(x)
-        return judged
-
-
 def networks() -> tuple[Generator, Discriminator]:
     torch.manual_seed(0)
     made = Generator(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 4)), Discriminator(nn.Linear(4, 8), nn.Linear(8, 1))
@@ -86,16 +80,6 @@ def test_networks_outside_of_all_blocks_that_nothing_gathers_are_refused() -> No
     for text in pool(2).run(refused, "module", {Generator}):
         assert text.startswith("the Nets has no forward, so that nothing gathers weights which lie in no block\n")
         assert "have  4 parameters outside of all blocks, such as D.0.weight" in text
-
-
-def judged() -> bool:
-    model: Any = Judging()
-    shard(model, FSDP(set(), methods=("judge",)), group(), device=CPU)
-    return bool(torch.isfinite(model.judge(torch.ones(2, 4, dtype=torch.float64))).all())
-
-
-def test_a_method_that_gathers_is_as_good_as_a_forward() -> None:
-    assert pool(2).run(judged) == [True, True]
 
 
 def test_networks_that_are_blocks_train_as_on_one_process() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from distributed.pool import pool
 from trainwright import (
     EMA,
     ClipNorm,
+    ClipValue,
     EarlyStopping,
     MixedPrecision,
     NonFiniteError,
@@ -50,9 +53,9 @@ class Encoding(Trainer[Net]):
         return nn.functional.mse_loss(self.model.head(self.model.encode(x)), y)
 
 
-def made(parallel: Any, **settings: Any) -> Trainer[Net]:
+def made(parallel: Any, *, optimizer: Any = adamw, **settings: Any) -> Trainer[Net]:
     norms = Norms()
-    trainer = Trainer(net(), adamw, nn.MSELoss(), console=False, parallel=parallel, observers=[norms], **settings)
+    trainer = Trainer(net(), optimizer, nn.MSELoss(), console=False, parallel=parallel, observers=[norms], **settings)
     trainer.norms = norms
     return trainer
 
@@ -68,6 +71,13 @@ def trained(parallel: Any, path: str, number: int, settings: dict[str, Any]) -> 
 
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
+    "fused, clipped by norm 1": {"optimizer": partial(adamw, fused=True), "clip": ClipNorm(0.2, norm_type=1)},
+    "momentum, clipped by norm inf": {
+        "optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9),
+        "clip": ClipNorm(0.02, norm_type=math.inf),
+        "accumulate": 2,
+    },
+    "clipped by value": {"clip": ClipValue(0.01)},
     "accumulated and clipped": {"accumulate": 3, "clip": ClipNorm(0.05)},
     "averaged": {"average": EMA(0.5), "accumulate": 2},
     "the best": {"early_stopping": EarlyStopping("val_loss", patience=1, restore_best=True)},

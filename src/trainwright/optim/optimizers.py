@@ -17,6 +17,7 @@ from trainwright.core.checks import check_choice, check_number
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import devices_with_fused_kernels
+from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.matching import find
 from trainwright.optim.fused import dtype_broken_in_sgd, step_of
 from trainwright.optim.groups import Group, Groups, checked_names
@@ -211,10 +212,12 @@ def could_be_fused(optimizer: Optimizer) -> bool:
 def supports_fused(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether the fused kernels of this torch class support all of these parameters.
 
-    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13. False for a
-    torch that does not list the devices of its fused kernels.
+    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13. Shards have
+    those of Adam and AdamW alone. False for a torch that does not list the devices of its fused kernels.
     """
     listed = list(parameters)
+    if target not in (torch.optim.Adam, AdamW) and is_sharded(*listed):
+        return False
     if not listed or (target is torch.optim.SGD and dtype_broken_in_sgd(listed) is not None):
         return False
     devices = set(devices_with_fused_kernels())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import time
 from typing import Any
 
@@ -61,15 +60,3 @@ def test_hung_and_dead_ranks_are_ended_and_replaced() -> None:
         assert [total for _, total in own.run(add_ranks)] == [1.0, 1.0]
     finally:
         own.close()
-
-
-def test_processes_that_were_ended_between_two_calls_are_started_anew() -> None:
-    pool = Pool(2)
-    try:
-        before = pool.run(process_id)
-        os.kill(before[1], signal.SIGKILL)
-        time.sleep(0.5)
-        after = pool.run(process_id)
-        assert not set(before) & set(after)
-    finally:
-        pool.close()

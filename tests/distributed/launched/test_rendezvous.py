@@ -10,7 +10,6 @@ import pytest
 
 from distributed.launched.programs_run import free_port
 from trainwright import DDP
-from trainwright.core.errors import DistributedError
 from trainwright.distributed import rendezvous
 from trainwright.distributed.launch import launch
 from trainwright.distributed.start import as_world
@@ -46,18 +45,3 @@ def test_a_long_wait_is_reported_once_with_the_missing_ranks_and_the_address(
     come_so_far = "1 of 2 processes have joined; missing: rank 1" if late else "rank 0 of 2 processes does not answer"
     assert come_so_far in line
     assert f"RANK={1 - late}, WORLD_SIZE=2, LOCAL_RANK={1 - late}, MASTER_ADDR=127.0.0.1, MASTER_PORT=" in line
-
-
-def alone(port: int) -> str:
-    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="False", MASTER_PORT=str(port))
-    if os.environ["RANK"] == "1":
-        return ""
-    with pytest.raises(DistributedError) as raised:
-        as_world(DDP(timeout=1))
-    return str(raised.value)
-
-
-def test_rank_0_names_the_ranks_that_have_not_come_in_time() -> None:
-    port = free_port()
-    text = launch(lambda: alone(port), processes=2, timeout=SECONDS)
-    assert text.startswith("rank 0: not all of the 2 processes have joined\n  have  missing: rank 1\n")

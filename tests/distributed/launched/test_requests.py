@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.launched.test_unused_parameters import AtTimes
 from distributed.pool import Pool
 from trainwright import (
     Checkpoint,
@@ -129,18 +130,6 @@ def set_free_inside_an_epoch() -> str:
     with pytest.raises(StepError) as refused:
         trainer.fit(data(), epochs=1)
     return str(refused.value)
-
-
-class AtTimes(nn.Module):
-    """Has a layer that only batches use whose first number is above 0: at times those of one process alone."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.always, self.at_times = nn.Linear(4, 3), nn.Linear(4, 3)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.always(x)
-        return out + self.at_times(x) if x[0, 0] > 0 else out
 
 
 def use_at_times() -> float:
