@@ -10,7 +10,7 @@ Expected  pairs whose quiet answer is the likelier one: 9 % before, 98 % after, 
 
 First it learns to write from both kinds, then from 1,000 pairs of them which one is preferred: by the loss of Rafailov
 et al. (arXiv 2305.18290, equation 7), against a frozen copy of what it was. The loss by hand lies in
-tests/test_dpo_example.py.
+tests/examples/test_dpo.py.
 """
 
 import copy

@@ -19,6 +19,7 @@ from trainwright import (
     OneCycle,
     Plateau,
     StepLR,
+    TensorBoardLogger,
     TorchSchedule,
     Updates,
     accuracy,
@@ -26,6 +27,7 @@ from trainwright import (
     top_k,
 )
 from trainwright.metrics import F1
+from trainwright.observers import Profile
 from trainwright.schedules import BoundSchedule, Exponential, MultiStep
 from trainwright.testing import (
     ProtocolError,
@@ -364,10 +366,18 @@ class Sampling(Observer):
         self.draws()
 
 
-@pytest.mark.parametrize("observer", [Observer(), Sampling(random.Random(0).random)])
-def test_observers_that_hold_to_the_protocol_pass(observer, tmp_path):
-    check_observer(observer)
-    check_observer(Journal(tmp_path / "run.jsonl"))
+OBSERVERS = {
+    "Observer": lambda directory: Observer(),
+    "Sampling": lambda directory: Sampling(random.Random(0).random),
+    "Journal": lambda directory: Journal(directory / "run.jsonl"),
+    "Profile": lambda directory: Profile(directory, after=2, updates=4, memory=True, shapes=True, stacks=True, rows=0),
+    "TensorBoardLogger": lambda directory: TensorBoardLogger(directory, every=Updates(1)),
+}
+
+
+@pytest.mark.parametrize("name", OBSERVERS)
+def test_observers_that_hold_to_the_protocol_pass(name, tmp_path):
+    check_observer(OBSERVERS[name](tmp_path))
 
 
 @pytest.mark.parametrize("draws", [random.random, lambda: torch.rand(1)])

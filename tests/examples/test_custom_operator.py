@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from loading import EXAMPLES
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "custom_operator.py"
 NAMES = ("example::scan", "example::scan_backward")
 CHECKS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
-
-
-@pytest.fixture(scope="module")
-def example():
-    found = importlib.util.spec_from_file_location("custom_operator", EXAMPLE)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -141,7 +131,7 @@ def test_tensors_that_do_not_match_are_refused(example, built, other):
 def test_without_a_compiler_it_says_so_and_runs_in_python(tmp_path):
     """In a process of its own, whose PATH is an empty directory."""
     run = "import custom_operator as example; print(example.built(None)); print(example.train(epochs=1) > 0)"
-    environment = {**os.environ, "PATH": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLE.parent)}
+    environment = {**os.environ, "PATH": str(tmp_path), "OMP_NUM_THREADS": "1", "PYTHONPATH": str(EXAMPLES)}
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", run],
         cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=120, check=False,

@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import inspect
-import sys
 from functools import partial
-from pathlib import Path
 from textwrap import dedent
 
 import pytest
 import torch
+from loading import load
 from sklearn.datasets import load_breast_cancer
 from torch import nn
 from torch.nn import functional as F
 
 from trainwright import batches
 
-found = importlib.util.spec_from_file_location(
-    "custom_steps", Path(__file__).parents[1] / "examples" / "custom_steps.py"
-)
-steps = sys.modules["custom_steps"] = importlib.util.module_from_spec(found)
-found.loader.exec_module(steps)
+steps = load("custom_steps")
 
 
 def plain_gan(model, optimizers, data, *, epochs):

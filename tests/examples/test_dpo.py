@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 from trainwright import adamw, batches
-
-
-@pytest.fixture(scope="module")
-def example():
-    found = importlib.util.spec_from_file_location("dpo", Path(__file__).parents[1] / "examples" / "dpo.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 class Table(nn.Module):

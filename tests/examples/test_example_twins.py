@@ -3,30 +3,20 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
+from loading import EXAMPLES, load
 
 from trainwright import load_weights
-
-EXAMPLES = Path(__file__).parent.parent / "examples"
-
-
-def example(name):
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def twins(tmp_path_factory):
     """The Result and directory of the one, history and file of the other, of the runs as they are documented."""
     directory = tmp_path_factory.mktemp("twins")
-    result = example("full_digits").train(directory / "full", epochs=12)
-    history = example("bare_digits").train(directory / "bare.pt", epochs=12)
+    result = load("full_digits").train(directory / "full", epochs=12)
+    history = load("bare_digits").train(directory / "bare.pt", epochs=12)
     return result, directory / "full", history, directory / "bare.pt"
 
 
@@ -50,7 +40,7 @@ def test_the_twins_keep_the_promise_of_their_headers(twins):
 
 def test_started_again_the_finished_example_gives_its_result_at_once(twins):
     result, directory, _, _ = twins
-    again = example("full_digits").train(directory, epochs=12)
+    again = load("full_digits").train(directory, epochs=12)
     assert again == result
 
 

@@ -8,8 +8,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from loading import EXAMPLES
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+PATHS = sorted(EXAMPLES.glob("*.py"))
 QUICK = {"quickstart_digits.py", "full_digits.py", "own_loop.py"}
 """The examples of the README; each takes some seconds, most of them to import torch."""
 OPTIONS = {"variable_length.py": ["--packed", "--nested"]}
@@ -17,12 +18,12 @@ OPTIONS = {"variable_length.py": ["--packed", "--nested"]}
 
 
 def test_there_are_examples() -> None:
-    assert EXAMPLES
+    assert PATHS
 
 
 @pytest.mark.parametrize(
     "example",
-    [pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow, id=path.name) for path in EXAMPLES],
+    [pytest.param(path, marks=() if path.name in QUICK else pytest.mark.slow, id=path.name) for path in PATHS],
 )
 def test_an_example_runs(example: Path, tmp_path: Path) -> None:
     done = subprocess.run(

@@ -7,20 +7,20 @@ import sys
 from pathlib import Path
 
 import pytest
+from loading import EXAMPLES
 
 from distributed.launched.programs_run import Ended, ended, torchrun
 
 pytestmark = pytest.mark.slow
 
-EXAMPLES = sorted((Path(__file__).parents[1] / "examples").glob("*.py"))
+PATHS = sorted(EXAMPLES.glob("*.py"))
 SECONDS = 240
 OF_ONE = {"advise.py", "tune_digits.py"}
 """Examples of tools that are of one process, and refuse several with what to write."""
 
 
 def example(name: str) -> str:
-    [path] = [path for path in EXAMPLES if path.name == name]
-    return str(path)
+    return str(EXAMPLES / name)
 
 
 def out_of(done: list[Ended]) -> str:
@@ -47,7 +47,7 @@ def test_a_tool_of_one_process_refuses_several(name: str) -> None:
     assert "one process" in process.err
 
 
-@pytest.mark.parametrize("path", [one for one in EXAMPLES if one.name not in OF_ONE], ids=lambda path: path.name)
+@pytest.mark.parametrize("path", [one for one in PATHS if one.name not in OF_ONE], ids=lambda path: path.name)
 def test_an_example_runs_under_torchrun(path: Path) -> None:
     assert out_of(torchrun(str(path), "--smoke", seconds=SECONDS)), "an example shows what it did"
 

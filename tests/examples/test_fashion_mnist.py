@@ -3,25 +3,14 @@
 from __future__ import annotations
 
 import gzip
-import importlib.util
 import struct
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from loading import EXAMPLES
 from torch import nn
-
-EXAMPLE = Path(__file__).parents[1] / "examples" / "fashion_mnist.py"
-
-
-@pytest.fixture(scope="module")
-def example():
-    found = importlib.util.spec_from_file_location("fashion_mnist", EXAMPLE)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 def idx(values, *, kind=8):
@@ -150,7 +139,7 @@ def test_no_convolution_has_a_bias_before_its_batch_norm(example):
 
 @pytest.mark.slow
 def test_a_directory_without_the_files_ends_with_their_names(tmp_path):
-    command = [sys.executable, str(EXAMPLE), "--data", str(tmp_path)]
+    command = [sys.executable, str(EXAMPLES / "fashion_mnist.py"), "--data", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 1
     assert "holds no train-images-idx3-ubyte, train-labels-idx1-ubyte" in done.stderr

@@ -2,19 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
-
-
-@pytest.fixture(scope="module")
-def example():
-    found = importlib.util.spec_from_file_location("finetune", Path(__file__).parents[1] / "examples" / "finetune.py")
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
-    return module
 
 
 def backbone(model):

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
-from pathlib import Path
 
 import pytest
 import torch
+from loading import EXAMPLES
 from torch import nn
 
 from trainwright import EMA, EarlyStopping, MixedPrecision, OneCycle, Trainer, accuracy, load_weights
 
-EXAMPLE = Path(__file__).parents[1] / "examples" / "own_loop.py"
 EPOCHS = 12
 
 
 @pytest.fixture(scope="module")
-def own():
-    spec = importlib.util.spec_from_file_location("own_loop", EXAMPLE)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-@pytest.fixture(scope="module")
-def both(own, tmp_path_factory):
+def both(example, tmp_path_factory):
     """History and weights of the loop, and the Trainer's result and weights."""
     path = tmp_path_factory.mktemp("own") / "best.safetensors"
-    history = own.train(path, epochs=EPOCHS)
+    history = example.train(path, epochs=EPOCHS)
     trainer = Trainer(
-        own.network(),
+        example.network(),
         torch.optim.AdamW,
         nn.CrossEntropyLoss(),
         metrics={"accuracy": accuracy},
@@ -42,7 +32,7 @@ def both(own, tmp_path_factory):
         early_stopping=EarlyStopping("val_accuracy", mode="max", patience=5),
         console=False,
     )
-    return history, load_weights(path), trainer.fit(*own.digits(), epochs=EPOCHS), trainer.model.state_dict()
+    return history, load_weights(path), trainer.fit(*example.digits(), epochs=EPOCHS), trainer.model.state_dict()
 
 
 @pytest.mark.slow
@@ -63,6 +53,6 @@ def test_updates_overflowed_and_were_held_back_in_both(both):
 
 
 def test_the_loop_itself_takes_at_most_60_lines():
-    source = EXAMPLE.read_text()
+    source = (EXAMPLES / "own_loop.py").read_text()
     loop = next(node for node in ast.parse(source).body if getattr(node, "name", "") == "train")
     assert len(ast.get_source_segment(source, loop).splitlines()) <= 60

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,15 +10,6 @@ from torch import nn
 from torch.nn.utils import prune
 
 from trainwright import EMA, Trainer, batches
-
-
-@pytest.fixture(scope="module")
-def example():
-    found = importlib.util.spec_from_file_location("pruning", Path(__file__).parents[1] / "examples" / "pruning.py")
-    module = sys.modules["pruning"] = importlib.util.module_from_spec(found)  # its dataclass looks its module up
-    found.loader.exec_module(module)
-    yield module
-    del sys.modules["pruning"]
 
 
 def net(*, seed=0):

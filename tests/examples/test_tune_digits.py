@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from loading import load
 from torch import nn
 
 from trainwright import Checkpoint, NonFiniteError, Trainer, batches
@@ -19,10 +17,7 @@ y = (x.sum(1) > 0).long()
 
 @pytest.fixture
 def example(monkeypatch):
-    path = Path(__file__).parents[1] / "examples" / "tune_digits.py"
-    found = importlib.util.spec_from_file_location("tune_digits", path)
-    module = importlib.util.module_from_spec(found)
-    found.loader.exec_module(module)
+    module = load("tune_digits")
     monkeypatch.setattr(module, "EPOCHS", 1)
     return module
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import Fast, Trainer, accuracy, batches
+from trainwright import Fast, Trainer, batches
 from trainwright.acceleration.transfer import SLOTS, Moving
 from trainwright.core.device import move
 from trainwright.data import Normalize
@@ -98,30 +98,6 @@ def test_a_copy_runs_beside_the_step_before():
     times = [(loop(resident), loop(moved), loop(plain)) for _ in range(5)]
     alone, beside, behind = (sorted(each)[2] for each in zip(*times, strict=True))
     assert beside < (alone + behind) / 2, (alone, beside, behind)
-
-
-def test_a_run_gives_the_weights_of_one_that_moves_plainly():
-    class Plain(Trainer):
-        def to_device(self, batch):
-            return super().to_device(batch)
-
-    weights, numbers = [], []
-    for kind in (Trainer, Plain):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
-        generator = torch.Generator().manual_seed(1)
-        rows = torch.randn(50, 8, generator=generator), torch.randint(0, 3, (50,), generator=generator)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-        trainer = kind(
-            model, optimizer, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, device=DEVICE, console=False
-        )
-        assert isinstance(trainer._hooks.move, Moving) is (kind is Trainer)
-        host = list(batches(rows, 8))
-        result = trainer.fit(host, host, epochs=3)
-        weights.append([one.detach().cpu() for one in model.parameters()])
-        numbers.append(result.history)
-        assert kind is Plain or not trainer._hooks.move._rings  # the memory is given back
-    assert all(map(torch.equal, *weights)) and numbers[0] == numbers[1]
 
 
 def images():

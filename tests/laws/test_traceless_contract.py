@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import random
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -100,6 +102,7 @@ def use_without_care(trainer, train):
     trainer.state["steps"] = -1
     trainer.model.train()
     trainer.model(torch.randn(4, 6))
+    random.random(), np.random.rand()
 
 
 def test_a_probe_that_takes_no_care_changes_nothing():

@@ -4,8 +4,6 @@ import csv
 import json
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -120,27 +118,6 @@ def test_updates_can_be_thinned_but_a_skipped_one_is_always_there(tmp_path, ever
 def test_every_how_many_updates_is_a_whole_number(tmp_path, every):
     with pytest.raises(SettingError, match="every how many"):
         Journal(tmp_path / "run.jsonl", updates=every)
-
-
-@pytest.mark.slow
-@pytest.mark.slow  # a process of its own
-def test_epochs_are_on_disk_after_a_hard_kill(tmp_path):
-    path = tmp_path / "run.jsonl"
-    code = f"""
-import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_journal import write, update, Path
-journal = write(Path({str(path)!r}), 1, 25, end=False)
-os._exit(9)
-"""
-    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 9
-    assert shape(read_journal(path))[:23] == [
-        ("start", None),
-        *[("update", n) for n in range(1, 11)],
-        ("epoch", 10),
-        *[("update", n) for n in range(11, 21)],
-        ("epoch", 20),
-    ]
 
 
 @pytest.mark.parametrize("cut", range(1, 60, 7))
@@ -418,17 +395,6 @@ def test_saves_that_are_told_late_leave_no_gap_and_no_repeat_after_a_resume(tmp_
     with_saves(path, told_again + 1, 50, every=5, late=0, updates=updates, resume=told_again)
     assert numbers(path, "update") == [n for n in range(1, 51) if n % updates == 0]
     assert numbers(path, "save") == list(range(5, 51, 5))
-
-
-def test_saves_behind_the_cut_stay_and_those_of_later_updates_go(tmp_path):
-    path = tmp_path / "run.jsonl"
-    with_saves(path, 1, 30, every=10, late=4)  # 10 is told after 14, 20 after 24
-    before = read_journal(path)
-    Journal(path).resume_at(10)
-    assert shape(read_journal(path)) == [*shape(before)[:11], ("save", 10)]
-    Journal(path).resume_at(10)  # once more changes nothing
-    assert shape(read_journal(path)) == [*shape(before)[:11], ("save", 10)]
-    assert read_journal(path)[-1] == next(record for record in before if record["event"] == "save")
 
 
 @pytest.mark.parametrize("updates", [1, 100])

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import ClipNorm, SettingError, Trainer, Updates, batches
+from trainwright import SettingError, Trainer, Updates, batches
 from trainwright.observers import Profile
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
@@ -87,18 +87,6 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path, after: int, capsys: pyte
     else:
         assert out == f"profile: nothing recorded, for the run ended at update 20, before {after + 1}\n"
     assert not torch.autograd._profiler_enabled()
-
-
-@pytest.mark.slow
-def test_the_run_is_the_same_one_without_it(tmp_path: Path) -> None:
-    def trained(*observers: Any) -> tuple[Any, Any]:
-        trainer = made(*observers, clip=ClipNorm(0.5), accumulate=2)
-        return trainer.fit(data(), data(), epochs=2).history, trainer.model.state_dict()
-
-    rows, weights = trained(Profile(tmp_path, after=2, updates=4, memory=True, shapes=True, stacks=True, rows=0))
-    other_rows, other_weights = trained()
-    assert rows == other_rows
-    assert all(torch.equal(weights[name], other_weights[name]) for name in weights)
 
 
 def test_on_cuda_the_table_is_by_the_time_of_the_device(tmp_path: Path) -> None:

@@ -159,13 +159,6 @@ def test_speeds_are_written_where_they_are_asked_for(tmp_path: Path) -> None:
     assert shown["memory/parameters"][0] == (5, 60)
 
 
-def test_the_run_is_the_same_one_without_it(tmp_path: Path) -> None:
-    watched, alone = made(TensorBoardLogger(tmp_path, every=Updates(1))), made()
-    rows = [trainer.fit(data(), data(), epochs=2).history for trainer in (watched, alone)]
-    assert rows[0] == rows[1]
-    assert torch.equal(watched.model.weight, alone.model.weight)
-
-
 def test_a_run_that_ends_in_an_error_has_closed_its_file(tmp_path: Path) -> None:
     board = TensorBoardLogger(tmp_path, every=Updates(1))
     with pytest.raises(OSError, match="gone"):

@@ -92,19 +92,6 @@ def test_contrast_with_a_queue_gives_what_its_plain_loop_gives():
     assert torch.equal(ours, theirs)
 
 
-def test_evaluation_leaves_the_queue_as_it_is():
-    runs = []
-    for validated in (False, True):
-        model, queue, loader = start()
-        trainer = Contrast(model, sgd(model), frozen={"key": copy.deepcopy(model)}, console=False)
-        trainer.state["queue"] = queue
-        val = [(digits(40, torch.float64)[0],)] if validated else None
-        trainer.fit(loader, val, epochs=2, validate=Updates(3))
-        runs.append((model, trainer.state["queue"]))
-    assert_same_weights(runs[0][0], runs[1][0])
-    assert torch.equal(runs[0][1], runs[1][1])
-
-
 class StoppedError(Exception):
     """Ends a run in the middle."""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from plain_scripts import assert_no_longer, digits, made
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from sklearn.metrics import classification_report
 from torch import nn
 from torch.nn import functional as F
@@ -64,16 +64,6 @@ def test_inference_is_its_plain_loop(trained):
     plain, plain_output, plain_text = by_hand(path, data())
     assert numbers == plain and torch.equal(output, plain_output) and text.strip() == plain_text.strip()
     assert numbers["test_accuracy"] > 0.8
-
-
-def test_weights_are_a_file_that_others_read_and_write(trained, tmp_path):
-    path, model = trained
-    read = load_file(path)
-    assert read.keys() == model.state_dict().keys()
-    assert all(torch.equal(read[name], tensor) for name, tensor in model.state_dict().items())
-    save_file(read, tmp_path / "again.safetensors")
-    load_weights(tmp_path / "again.safetensors", other := network())
-    assert all(torch.equal(read[name], tensor) for name, tensor in other.state_dict().items())
 
 
 def test_a_file_of_torch_save_is_named_with_what_reads_it(trained, tmp_path):

@@ -6,13 +6,12 @@ import math
 import re
 from pydoc_data.topics import topics
 
-import pytest
 import torch
 from plain_scripts import assert_near_history, assert_no_longer, assert_same_weights, made
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Checkpoint, Plateau, Trainer, Updates
+from trainwright import Plateau, Trainer, Updates
 from trainwright.metrics import Derived
 
 STRETCH = 12
@@ -99,13 +98,11 @@ class Carried(Trainer):
         return loss_of(scores, y)
 
 
-def by_trainer(model, train, val, epochs, cls=Carried, **settings):
+def by_trainer(model, train, val, epochs):
     perplexity = Derived(lambda numbers: math.exp(numbers["loss"]))
     plateau = Plateau("val_loss", factor=0.25, patience=0, threshold=0.0)
-    settings = {"clip": 0.25, "schedule": plateau, "metrics": {"perplexity": perplexity}, "console": False, **settings}
-    trainer = cls(model, sgd(model), **settings)
-    fitted = trainer.fit(train, val, epochs=epochs, resume="auto" if "checkpoint" in settings else None)
-    return fitted.history
+    settings = {"clip": 0.25, "schedule": plateau, "metrics": {"perplexity": perplexity}, "console": False}
+    return Carried(model, sgd(model), **settings).fit(train, val, epochs=epochs).history
 
 
 def test_a_carried_state_gives_what_its_plain_loop_gives():
@@ -127,29 +124,6 @@ def test_evaluations_in_the_middle_of_an_epoch_leave_the_carried_state_alone():
         runs.append((model, result.history[-1]["loss"]))
     assert_same_weights(runs[0][0], runs[1][0])
     assert runs[0][1] == runs[1][1]
-
-
-class StoppedError(Exception):
-    """Ends a run in the middle."""
-
-
-@pytest.mark.parametrize("update", [7, 13, 16])
-def test_a_carried_state_resumes_in_the_middle_of_an_epoch(tmp_path, update):
-    class Killed(Carried):
-        def training_step(self, batch):
-            if self.model.training and self.progress.updates == update:
-                raise StoppedError
-            return super().training_step(batch)
-
-    whole, train, val = start()
-    told = by_trainer(whole, train, val, 3, checkpoint=Checkpoint(tmp_path / "whole", every=Updates(4)))
-    model, train, val = start()
-    with pytest.raises(StoppedError):
-        by_trainer(model, train, val, 3, cls=Killed, checkpoint=Checkpoint(tmp_path / "killed", every=Updates(4)))
-    model, train, val = start()
-    history = by_trainer(model, train, val, 3, checkpoint=Checkpoint(tmp_path / "killed", every=Updates(4)))
-    assert history == told
-    assert_same_weights(model, whole)
 
 
 def test_a_carried_state_is_no_longer_than_its_plain_loop():
