@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -60,7 +60,10 @@ HOOKS = (
     *("begin_epoch", "end_epoch", "after_update"),
     *("update", "compute_gradients", "apply_gradients", "evaluate", "parts"),
 )
-METHODS = ("fit", "minimize", "autocast", "predict", "report", "plan", "save", "save_weights", "stop", "log", "print")
+METHODS = (
+    *("fit", "minimize", "autocast", "predict", "predict_batches", "report", "plan"),
+    *("save", "save_weights", "stop", "log", "print"),
+)
 
 
 class Trainer(Generic[M]):
@@ -198,6 +201,8 @@ class Trainer(Generic[M]):
         epoch_updates: int | None = None,
         batch_size: int | None = None,
         validate: Duration = EACH_EPOCH,
+        validate_at_start: bool = False,
+        max_val_batches: int | None = None,
         resume: str | Path | None = None,
         resume_data: bool = True,
         resume_fresh: Sequence[str] = (),
@@ -216,6 +221,8 @@ class Trainer(Generic[M]):
             epoch_updates: Updates per epoch, for an endless stream.
             batch_size: Rows per batch, for arrays and data sets.
             validate: When `val` is evaluated, as a duration. It is evaluated at the end in any case.
+            validate_at_start: Whether `val` is evaluated before the first update too, as epoch 0.
+            max_val_batches: Evaluate the first batches of each validation set alone.
             resume: "auto" continues from the newest checkpoint, if there is one. A path continues from that checkpoint.
             resume_data: False resumes with other data: the epoch begins anew.
             resume_fresh: Parts that start anew, such as `("schedule", "average")`.
@@ -230,7 +237,7 @@ class Trainer(Generic[M]):
         # Imported at its first call, as the rest of a run's machinery: `import trainwright` stays cheap.
         from trainwright.fit.context import FitContext
 
-        ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate)
+        ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate, validate_at_start, max_val_batches)
         resuming = Resume(resume, resume_data, resume_fresh)
         with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, boundary):
             counters, strategy = run.counters, run.strategy
@@ -356,7 +363,7 @@ class Trainer(Generic[M]):
         inputs, target = self._hooks.split(batch)
         output = self.model(*inputs) if type(inputs) is tuple else batches.call(self.model, inputs)
         loss = self._hooks.training_loss(output, target)
-        return StepOutput(loss, output, target) if self.metrics else loss
+        return StepOutput(loss, output, target) if self.metrics or self._hooks.standard_error_of else loss
 
     def validation_step(self, batch: Any) -> Any:
         """Return the loss of a batch in validation, like `training_step`, which it calls where that is overridden."""
@@ -404,35 +411,66 @@ class Trainer(Generic[M]):
     # Methods for users.
 
     @suggests
-    def evaluate(self, data: Any, name: str = "val", *, batch_size: int | None = None) -> dict[str, float]:
+    def evaluate(
+        self, data: Any, name: str = "val", *, batch_size: int | None = None, max_batches: int | None = None
+    ) -> dict[str, float]:
         """Return exact means over all rows of `data`; leaves no trace.
 
         Args:
             data: Data of any form that `fit` takes. A dict of several sets gives `<name>_<key>_loss` for each.
             name: The prefix of the numbers: `val_loss`, `val_accuracy`.
             batch_size: Rows per batch, for arrays and data sets.
+            max_batches: Evaluate the first batches of each set alone.
         """
         from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
         from trainwright.fit import opening
 
-        return passes.evaluate_sets(self, opening.open_sets(self, data, name, batch_size=batch_size))
+        opened = opening.open_sets(self, data, name, batch_size=batch_size, max_batches=max_batches)
+        return passes.evaluate_sets(self, opened)
 
     @suggests
-    def predict(self, data: Any, *, batch_size: int | None = None) -> Any:
+    def predict(self, data: Any, *, batch_size: int | None = None, max_batches: int | None = None) -> Any:
         """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace.
 
         Args:
             data: Data of any form that `fit` takes.
             batch_size: Rows per batch, for arrays and data sets.
+            max_batches: Predict the first batches alone.
         """
         from trainwright.evaluation.predictions import predict
         from trainwright.fit import opening
 
-        return predict(self, opening.open_one(self, data, "predict", batch_size=batch_size))
+        return predict(self, opening.open_one(self, data, "predict", batch_size=batch_size, max_batches=max_batches))
+
+    @suggests
+    def predict_batches(
+        self, data: Any, *, batch_size: int | None = None, max_batches: int | None = None
+    ) -> Iterator[Any]:
+        """Return an iterator of the outputs of `predict`, one for each batch, for outputs that do not fit in memory.
+
+        Between two outputs modes, weights, random state, gradients and `state` are as you left them, and so they are
+        where the iterator is dropped. Each batch runs with the weights of that moment. All ranks iterate together.
+
+        Args:
+            data: Data of any form that `fit` takes.
+            batch_size: Rows per batch, for arrays and data sets.
+            max_batches: Predict the first batches alone.
+        """
+        from trainwright.evaluation.predictions import predict_batches
+        from trainwright.fit import opening
+
+        source = opening.open_one(self, data, "predict", batch_size=batch_size, max_batches=max_batches)
+        return predict_batches(self, source)
 
     @suggests
     def report(
-        self, data: Any, *, kind: Asked = "auto", names: Sequence[str] | None = None, batch_size: int | None = None
+        self,
+        data: Any,
+        *,
+        kind: Asked = "auto",
+        names: Sequence[str] | None = None,
+        batch_size: int | None = None,
+        max_batches: int | None = None,
     ) -> Report:
         """Return a report over all rows of `data`; leaves no trace.
 
@@ -442,11 +480,13 @@ class Trainer(Generic[M]):
                 outputs.
             names: Names of the classes, or of the columns.
             batch_size: Rows per batch, for arrays and data sets.
+            max_batches: Report on the first batches alone; the text says so.
         """
         from trainwright.evaluation.reports import report
         from trainwright.fit import opening
 
-        return report(self, opening.open_one(self, data, "report", batch_size=batch_size), kind=kind, names=names)
+        source = opening.open_one(self, data, "report", batch_size=batch_size, max_batches=max_batches)
+        return report(self, source, kind=kind, names=names)
 
     @suggests
     def plan(
@@ -549,6 +589,11 @@ class Trainer(Generic[M]):
     def progress(self) -> Progress:
         """The progress of the run: updates, epochs, rows; read-only."""
         return Progress(self._counters)
+
+    @property
+    def evaluating(self) -> str | None:
+        """The name of the set that `evaluate` runs now: "val", "test", "val_easy"; None in training and elsewhere."""
+        return self._record.evaluation.name
 
     @property
     def fast_path(self) -> str:

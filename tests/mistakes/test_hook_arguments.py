@@ -39,7 +39,8 @@ def with_index(self, batch, batch_idx):
             "validation_step",
             with_index,
             "validation_step(batch, batch_idx)",
-            "def validation_step(self, batch):   # batches are not counted here: count calls yourself\n",
+            "def validation_step(self, batch):   # self.evaluating: the name of the set; "
+            "batches are not counted here: count calls yourself\n",
         ),
         (
             "predict_step",

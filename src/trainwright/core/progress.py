@@ -38,7 +38,7 @@ class Counters:
     last_boundary: int = 0
     """`updates` at the last boundary; where it is less than `updates`, work that fell due since is still to be done."""
     interrupted_validation: str = ""
-    """The boundary whose validation is running: "update", "epoch" or "final" (early end); empty between validations.
+    """The boundary whose validation is running: "start", "update", "epoch" or "final" (early end); empty for none.
 
     In a checkpoint: the boundary whose validation was interrupted.
     """
@@ -64,7 +64,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "begun": is_flag,
     "seconds": is_amount,
     "validated": lambda value: value == -1 or is_count(value),
-    "interrupted_validation": lambda value: value in ("", "update", "epoch", "final"),
+    "interrupted_validation": lambda value: value in ("", "start", "update", "epoch", "final"),
     "stopped": is_text,
 }
 """The forms of the fields that are not counts."""

@@ -110,6 +110,27 @@ class rng_preserved:  # a class, since each evaluation enters it
             generator.set_state(before)
 
 
+class PausedRng:
+    """The random states of a pass that pauses: `resume` sets those of its last `pause`, those of `generators` too."""
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._generators = list(generators)
+        self._states: tuple[dict[str, Any], list[torch.Tensor]] | None = None
+
+    def pause(self) -> None:
+        """Record the states."""
+        self._states = random_state(), [generator.get_state() for generator in self._generators]
+
+    def resume(self) -> None:
+        """Set the recorded states. No-op before the first pause."""
+        if self._states is None:
+            return
+        state, own = self._states
+        set_random_state(state)
+        for generator, before in zip(self._generators, own, strict=True):
+            generator.set_state(before)
+
+
 class _NumPy:
     """NumPy's global generator: its state is read and set only after a change, since each takes 30 us.
 

@@ -63,6 +63,7 @@ _LOADS = 'load_weights("runs/1", trainer.model); or trainer.fit(..., resume="run
 FOREIGN_ATTRIBUTES = {
     "test": 'trainer.evaluate(data, "test")',
     "validate": "trainer.evaluate(data)",
+    **dict.fromkeys(("validating", "testing", "sanity_checking"), "trainer.evaluating, the name of the set"),
     "train": "trainer.fit(train, val, epochs=10)",
     "global_step": "trainer.progress.updates",
     **dict.fromkeys(("current_epoch", "epoch"), _PROGRESS),
@@ -120,7 +121,12 @@ FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("compile", "torch_compile"), 'Trainer(..., fast=Fast(compile="regional"))'),
     **dict.fromkeys(("seed", "random_state", "manual_seed"), _SEED),
     **dict.fromkeys(("limit", "limit_train_batches", "fast_dev_run", "overfit_batches"), _LIMIT),
-    "limit_val_batches": "fit(train, part_of_val, ...)   # smoke_run(trainer, train, val) is a dry run of all slots",
+    **dict.fromkeys(
+        ("limit_val_batches", "validation_steps", "val_batches", "eval_subset_num_batches"),
+        "fit(..., max_val_batches=20)   # smoke_run(trainer, train, val) is a dry run of all slots",
+    ),
+    **dict.fromkeys(("eval_on_start", "val_before_train"), "fit(..., validate_at_start=True)"),
+    **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), "evaluate(data, max_batches=20)"),
     **dict.fromkeys(("steps_per_epoch", "train_steps"), "fit(..., epoch_updates=100)"),
     **dict.fromkeys(("train_batch_size", "per_device_train_batch_size", "bs"), "fit(..., batch_size=64)"),
     **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval", "eval_steps"), "fit(..., validate=Epochs(1))"),

@@ -37,6 +37,8 @@ class Source:
     """Whether the run saves checkpoints: data that cannot be resumed are then refused (`require_resume`)."""
     is_own_part: bool = False
     """Whether the data are this rank's own part already, as `sharded` marks them."""
+    limit: str = ""
+    """Which batches of the data it has, in words: "first 20 of 100 batches"; empty where it has all of them."""
     _part: Shard | None = None
     """The part of each batch that this rank runs; None: all of it."""
     _sought: dict[str, Any] | None = None

@@ -1,9 +1,9 @@
-"""Ready batches, with a length or without, and an endless stream that epochs are cut from."""
+"""Ready batches, an endless stream that epochs are cut from, and the first batches of other data."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -302,3 +302,42 @@ class Continuing(Source):
                 self._begin_pass(position["pass"], position["taken"])
             if self._part is not None and position["next"] is not None:
                 self._common = position["next"]  # a pass that skips batches has drawn more than one that begins
+
+
+class FirstBatches(Source):
+    """The first `most` batches of each pass over other data, for a partial evaluation."""
+
+    def __init__(self, source: Source, most: int) -> None:
+        self._source, self._most = source, most
+        length = source.length
+        self.length = None if length is None else min(length, most)
+        self.limit = f"first {most} batches" if length is None else f"first {most} of {length} batches"
+        self.repeatable, self.draws_global_rng = source.repeatable, source.draws_global_rng
+        self.batch_size, self.is_own_part = source.batch_size, source.is_own_part
+
+    @property
+    def generators(self) -> Sequence[Any]:
+        """The random generators that the data draw from, apart from the process's."""
+        return self._source.generators
+
+    def independent_copy(self) -> FirstBatches:
+        """Return a copy with a position of its own."""
+        return FirstBatches(self._source.independent_copy(), self._most)
+
+    def describe(self) -> str:
+        """Return a description of the data, and which batches of them."""
+        return f"{self._source.describe()}: {self.limit}"
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """Return the first batches of a pass; no further one is read."""
+        return islice(self._source.epoch(epoch, skip), max(0, self._most - skip))
+
+    def fingerprint(self) -> dict[str, Any]:
+        """Return the fingerprint of the data."""
+        return self._source.fingerprint()
+
+
+def first_batches(source: Source, most: int | None) -> Source:
+    """Return a source of the first `most` batches of each pass; the source itself where it has no more."""
+    has_more = most is not None and (source.length is None or source.length > most)
+    return FirstBatches(source, most) if most is not None and has_more else source

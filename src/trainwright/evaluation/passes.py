@@ -60,7 +60,7 @@ def evaluate(trainer: TrainerLike, source: Source, *, name: str, batches: int | 
     tracker = LossTracker(metrics, hooks)
     tracker.must_feed = metrics is not None
     seen = 0
-    with side_effect_free(trainer, source, tracker) as aside:
+    with side_effect_free(trainer, source, tracker, name=name) as aside:
         step, to_device = _validation_step(trainer, tracker), trainer._hooks.move
         for batch in islice(trainer._record.evaluation.read_batches(_batches(trainer, aside, tracker)), batches):
             tracker.batch = batch
@@ -80,15 +80,22 @@ def evaluate(trainer: TrainerLike, source: Source, *, name: str, batches: int | 
 
 @contextmanager
 def side_effect_free(
-    trainer: TrainerLike, source: Source, tracker: LossTracker | None = None, *, shows_gradients: bool = False
+    trainer: TrainerLike,
+    source: Source,
+    tracker: LossTracker | None = None,
+    *,
+    name: str | None = None,
+    shows_gradients: bool = False,
+    pauses: bool = False,
 ) -> Iterator[Source]:
     """Enter eval mode, no gradients, the evaluation weights and a copy of `state`; restore everything at the end.
 
     Random states too, those of the loader included. Yields the source to read from: the position of the one given does
-    not move. Numbers logged inside go to `tracker`, by default to one of the pass's own. An error gets a note.
+    not move. Numbers logged inside go to `tracker`, by default to one of the pass's own. `name`: that of the set, for
+    an evaluation. `pauses`: the pass enters again, and its memory of transfers is not freed. An error gets a note.
     """
     roots = networks_of(trainer)
-    alone = not trainer._record.is_under_way
+    alone = not trainer._record.is_under_way and not pauses
     try:
         with (
             rng_preserved(source.generators),
@@ -98,7 +105,7 @@ def side_effect_free(
             modes.evaluating(*roots),
             torch.no_grad(),
             _NO_CONTEXT if trainer.precision is None else trainer.precision.switches(),
-            _Instead(trainer, LossTracker(None, trainer._hooks) if tracker is None else tracker),
+            _Instead(trainer, LossTracker(None, trainer._hooks) if tracker is None else tracker, name=name),
             _NO_CONTEXT if trainer.world.size == 1 else _on_all_ranks(trainer),
         ):
             yield source.independent_copy() if source.repeatable else source
@@ -134,20 +141,21 @@ def _warn_of_lost_weights() -> None:
 
 
 class _Instead:  # a class: every evaluation enters it, and a generator costs more
-    """A context with another tracker in place of training's, and a copy of the user's `state`."""
+    """A context with another tracker in place of training's, a copy of the user's `state`, and the name of a set."""
 
-    __slots__ = ("_outer", "_tracker", "_trainer")
+    __slots__ = ("_name", "_outer", "_tracker", "_trainer")
 
-    def __init__(self, trainer: TrainerLike, tracker: LossTracker) -> None:
-        self._trainer, self._tracker = trainer, tracker
+    def __init__(self, trainer: TrainerLike, tracker: LossTracker, *, name: str | None = None) -> None:
+        self._trainer, self._tracker, self._name = trainer, tracker, name
 
     def __enter__(self) -> None:
-        trainer = self._trainer
-        self._outer = trainer._tracker, trainer.state
-        trainer._tracker, trainer.state = self._tracker, copy_tree(trainer.state)
+        trainer, record = self._trainer, self._trainer._record.evaluation
+        self._outer = trainer._tracker, trainer.state, record.name
+        trainer._tracker, trainer.state, record.name = self._tracker, copy_tree(trainer.state), self._name
 
     def __exit__(self, *error: object) -> None:
-        self._trainer._tracker, self._trainer.state = self._outer
+        trainer = self._trainer
+        trainer._tracker, trainer.state, trainer._record.evaluation.name = self._outer
 
 
 def autocast(trainer: TrainerLike) -> AbstractContextManager[Any]:

@@ -12,13 +12,14 @@ from torch import Tensor
 from trainwright.core.device import move
 from trainwright.core.errors import DataError
 from trainwright.core.records import StepOutput
-from trainwright.core.trees import detached, sequence_like
+from trainwright.core.rng import PausedRng
+from trainwright.core.trees import copy_tree, detached, sequence_like
 from trainwright.data.source import Source
 from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import World, packed, unpacked
 from trainwright.evaluation.passes import autocast_step, side_effect_free
 from trainwright.precision.autocast import beside_training
-from trainwright.update.trainer_like import TrainerLike
+from trainwright.update.trainer_like import TrainerLike, free_transfer_memory
 
 AT_ONCE = 2**23
 """Bytes of the outputs of one rank, about, that are gathered at once."""
@@ -28,6 +29,8 @@ MOST_PINNED = 2**28
 """Bytes of outputs of a CUDA device up to which they get pinned memory, which copies into it need not wait for."""
 MOST = 128
 """Batches whose outputs are gathered at once, at most."""
+_END: Any = object()
+"""In place of a batch, after the last one."""
 
 
 def predict(trainer: TrainerLike, source: Source) -> Any:
@@ -55,6 +58,46 @@ def predict(trainer: TrainerLike, source: Source) -> Any:
         return join(pieces)
 
 
+def predict_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
+    """Yield the output of `predict_step` for each batch of one pass in data order, on the CPU.
+
+    The context of the pass is entered for each batch, and left before its output is yielded: the caller sees the
+    trainer as it was, and may train, or drop the iterator. The pass continues with its own random states and its own
+    copy of `state`. Several ranks iterate together; outputs are gathered, and may come several at a time.
+    """
+    outputs = make_outputs(trainer)
+    aside = source.independent_copy() if source.repeatable else source
+    random, state = PausedRng(aside.generators), copy_tree(trainer.state)
+    batches: Iterator[Any] | None = None
+    known, batch = 0, None
+    try:
+        while batch is not _END:
+            with side_effect_free(trainer, source, pauses=True):
+                random.resume()
+                trainer.state = state
+                batches = iter(outputs.batches(aside)) if batches is None else batches
+                batch = next(batches, _END)
+                if batch is not _END:
+                    _predict_one(trainer, outputs, batch)
+                ready = outputs.take(complete=batch is _END)
+                state = trainer.state
+                random.pause()
+            known += len(ready)
+            yield from ready
+    finally:
+        if not trainer._record.is_under_way:
+            free_transfer_memory(trainer._hooks)
+    if not known:
+        raise DataError("the data to predict gave no batch", want="at least one batch")
+
+
+def _predict_one(trainer: TrainerLike, outputs: Outputs, batch: Any) -> None:
+    """Add the output for one batch."""
+    to_device = trainer._hooks.move
+    output = autocast_step(trainer, trainer.predict_step)(batch if to_device is None else to_device(batch))
+    outputs.append(detached(output.output if type(output) is StepOutput else output))
+
+
 def make_outputs(trainer: TrainerLike) -> Outputs:
     """Return the list for the outputs of a pass: of one rank, or of all ranks."""
     return Outputs() if trainer.world.size == 1 else DistributedOutputs(trainer.world)
@@ -74,6 +117,12 @@ class Outputs(list[Any]):
     def in_order(self) -> list[Any]:
         """Return the outputs of every batch, in the order of the data."""
         return list(self)
+
+    def take(self, *, complete: bool) -> list[Any]:
+        """Remove and return the outputs that are known; `complete`: no batch follows."""
+        outputs = list(self)
+        self.clear()
+        return outputs
 
     def as_tensor(self) -> Tensor | None:
         """Return all outputs as one tensor, where they were copied into one; else None, and `in_order` has them."""
@@ -203,6 +252,14 @@ class DistributedOutputs(Outputs):
         if self._waiting:
             self._gather()
         return self._gathered
+
+    def take(self, *, complete: bool) -> list[Any]:
+        """Remove and return the outputs that were exchanged; `complete`: exchange the waiting ones first."""
+        if complete and self._waiting:
+            self._gather()
+        self.clear()
+        outputs, self._gathered = self._gathered, []
+        return outputs
 
     def _begun(self, dealt: Slice) -> Any:
         self._rows = dealt.rows

@@ -98,7 +98,8 @@ def report(
         raise SettingError(f"report(names={names!r})", want="a list of strings, one for each class or column")
     pairs = _compared(trainer, source)
     with beside_training(trainer.device.type):
-        return _made(trainer, pairs, kind, names=names)
+        made = _made(trainer, pairs, kind, names=names)
+    return dataclasses.replace(made, text=f"{made.text}\n{source.limit}") if source.limit else made
 
 
 def _made(

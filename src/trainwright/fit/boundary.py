@@ -41,6 +41,8 @@ class Boundary:
     """Reports rows of the history to observers; None where none listens."""
     epoch_ended = False
     """Whether this is the end of an epoch."""
+    at_start = False
+    """Whether this is the validation before the first update."""
 
     def __init__(self, run: Run, val: Mapping[str, Source], ends: Ends, *, manager: CheckpointManager | None) -> None:
         self.run, self.val, self.ends, self.manager = run, val, ends, manager
@@ -56,9 +58,11 @@ class Boundary:
         self._inspectors: list[Inspector] = []
         """Measure the run between updates, for observers."""
 
-    def start(self) -> None:
+    def start(self, *, resumed: bool) -> None:
         """Start clocks and triggers, after loading."""
         run, counters = self.run, self.counters
+        if self.ends.validate_at_start and not resumed:
+            counters.interrupted_validation = run.unfinished_boundary = "start"
         self.clock.start()
         self._validates = Trigger(self.ends.validate, counters, of="validate")
         self._triggers = [self._validates] if self.val else []
@@ -96,7 +100,7 @@ class Boundary:
         run.signals.check()
         self.clock.update()
         run.optimizer_steps.record_used_lrs()
-        self.epoch_ended = epoch_ended
+        self.epoch_ended, self.at_start = epoch_ended, counters.interrupted_validation == "start"
         if epoch_ended and not counters.interrupted_validation:
             # Otherwise this epoch was counted before its validation was interrupted: the run resumed there.
             self._count_epoch()
@@ -146,14 +150,15 @@ class Boundary:
     def validation_is_due(self) -> bool:
         """Whether to validate now: the duration has passed, or a planned end is reached; once at an update."""
         due = self._validates.fires(self.counters, epoch_ended=self.epoch_ended) or bool(self.clock.planned_end())
-        interrupted = self.counters.interrupted_validation in ("update", "epoch")
+        interrupted = self.counters.interrupted_validation in ("start", "update", "epoch")
         return bool(self.val) and self.counters.validated != self.counters.updates and (due or interrupted)
 
     def validate(self, *, final: bool = False) -> dict[str, float]:
         """Return the numbers of every set of validation data; `final`: only because the run ends early."""
         record, signals = self.record, self.run.signals
         record.evaluation.errors, record.evaluation.read_batches = {}, signals.batches
-        self.counters.interrupted_validation = "final" if final else "epoch" if self.epoch_ended else "update"
+        inside = "start" if self.at_start else "update"
+        self.counters.interrupted_validation = "final" if final else "epoch" if self.epoch_ended else inside
         # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
         several = signals.held() if self.run.rank_sync is not None else nullcontext()
         try:
@@ -195,11 +200,16 @@ class Boundary:
     def _row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
         counters, tracker, world = self.counters, self.run.tracker, self.trainer.world
         counters.interrupted_validation = ""
+        place = {
+            "epoch": counters.earlier_epochs + counters.epoch,
+            "update": counters.earlier_updates + counters.updates,
+        }
+        if self.at_start:  # nothing is trained yet, and no rate is used
+            return {**place, **(numbers or {})}
         tracker.merge(world)
         trained = world.broadcast((tracker.means() or self._last_training_numbers()) if world.is_main else {})
         return {
-            "epoch": counters.earlier_epochs + counters.epoch,
-            "update": counters.earlier_updates + counters.updates,
+            **place,
             **trained,
             **(numbers or {}),
             **(self.run.optimizer_steps.numbers() or {"lr": self.run.optimizer_steps.lrs[0]}),
@@ -229,7 +239,7 @@ class Boundary:
             save_due = manager.judge(row, **where) or save_due
             if stopper is None:
                 best = manager.best is not None and manager.best.update == where["update"]
-        if validated or not self.val:  # each validation, or each epoch without one
+        if (validated or not self.val) and not self.at_start:  # each validation, or each epoch without one
             for schedule in self.run.schedules.values():
                 schedule.observe(row)
         return best, save_due
@@ -237,8 +247,13 @@ class Boundary:
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
         """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
 
-        Numbers that only an `evaluate` of the user's own gives are in the rows of validations.
+        Numbers that only an `evaluate` of the user's own gives are in the rows of validations. The row before the first
+        update may become the best, and never uses up patience.
         """
+        if self.at_start:
+            # A checkpoint of this update is there after an earlier stage, with the average in which that one ended.
+            averaged_before = self.manager is not None and self.counters.earlier_updates and self.run.weights.differs
+            return not averaged_before and not math.isnan(row.get(monitor, math.nan))
         trained = monitor in row or not self.trainer._hooks.overrides_evaluate
         return validated or (trained and not monitor.startswith("val_"))
 
@@ -275,7 +290,7 @@ class Boundary:
         if self.checkpoints is None:
             return
         validated = validated or (self.epoch_ended and not self.val)
-        due = self.checkpoints.is_due(validated=validated, epoch_ended=self.epoch_ended)
+        due = self.checkpoints.is_due(validated=validated and not self.at_start, epoch_ended=self.epoch_ended)
         if self.counters.stopped:
             self._save_at_the_end(self.checkpoints)
         elif due or save_due or self._save_is_requested:

@@ -156,7 +156,7 @@ class FitContext:
         # 7. Clocks and triggers start at the loaded counters.
         finished = start.origin if trainer._counters.stopped else ""
         self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
-        boundary.start()
+        boundary.start(resumed=start.origin != "")
 
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
         """Set grad mode, precision, module modes and faster kernels until the end of the fit; return header lines."""

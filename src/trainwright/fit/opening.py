@@ -11,6 +11,7 @@ import numpy as np
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from trainwright.core.checks import check_whole
 from trainwright.core.errors import SettingError
 from trainwright.core.progress import Counters
 from trainwright.data.opening import is_function, is_together, open_source, takes_batch_size
@@ -38,6 +39,7 @@ def open_data(
     if isinstance(val, int | float | Tensor | np.ndarray):
         _check_val(train, val)
     ends.check_given()
+    ends.check_validates(val)
     sets = {} if val is None else _named_sets(val)
     # A function of the epoch may draw random numbers. Ranks join here first: a rank that is alone is found at once.
     with _joined_ranks(trainer) if joins and trainer.world.size > 1 else nullcontext():
@@ -54,7 +56,14 @@ def open_data(
     for name, opened in held_out.items():
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=not _reads(train, sets[name]))
-    return source, held_out
+    return source, {name: _limited(opened, ends.max_val_batches) for name, opened in held_out.items()}
+
+
+def _limited(source: Source, most: int | None) -> Source:
+    """Return the first `most` batches of a source."""
+    from trainwright.data.streams import first_batches
+
+    return first_batches(source, most)
 
 
 def _reads(train: Any, data: Any) -> bool:
@@ -124,14 +133,21 @@ def _check_val(train: Any, val: Any) -> None:
         )
 
 
-def open_sets(trainer: TrainerLike, data: Any, name: str, *, batch_size: int | None) -> dict[str, Source]:
+def open_sets(
+    trainer: TrainerLike, data: Any, name: str, *, batch_size: int | None, max_batches: int | None
+) -> dict[str, Source]:
     """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
     sets = _named_sets(data, name)
-    return {prefix: open_one(trainer, given, prefix, batch_size=batch_size) for prefix, given in sets.items()}
+    return {
+        prefix: open_one(trainer, given, prefix, batch_size=batch_size, max_batches=max_batches)
+        for prefix, given in sets.items()
+    }
 
 
-def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | None) -> Source:
-    """Open data for one pass, of which each of several ranks runs its shard."""
+def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | None, max_batches: int | None) -> Source:
+    """Open data for one pass, of which each of several ranks runs its shard; at most `max_batches` of its batches."""
+    if max_batches is not None:
+        check_whole(max_batches, f"max_batches={max_batches!r}")
     role = "evaluated" if role == "train" else role  # the user may have chosen that name
     # A function may draw random numbers.
     with _joined_ranks(trainer) if is_function(data) and trainer.world.size > 1 else nullcontext():
@@ -140,7 +156,7 @@ def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | No
         from trainwright.update.per_rank_state import assign_shard
 
         assign_shard(trainer, opened)
-    return opened
+    return _limited(opened, max_batches)
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:

@@ -39,10 +39,13 @@ class Ends:
     max_seconds: float | None = None
     epoch_updates: int | None = None
     validate: Duration = EACH_EPOCH
+    validate_at_start: bool = False
+    max_val_batches: int | None = None
 
     def __post_init__(self) -> None:
         check_duration(self.validate, "validate")
-        for name in ("epochs", "max_updates", "epoch_updates"):
+        check_flag(self.validate_at_start, f"fit(validate_at_start={self.validate_at_start!r})")
+        for name in ("epochs", "max_updates", "epoch_updates", "max_val_batches"):
             value = getattr(self, name)
             if value is not None:
                 check_whole(value, f"{name}={value!r}")
@@ -53,6 +56,15 @@ class Ends:
         """Refuse a `fit` without an end. Called after the check of the data: in `fit(data, 5)` 5 means epochs."""
         if self.epochs is None and self.max_updates is None and self.max_seconds is None:
             raise SettingError("fit() without an end", want="epochs, max_updates or max_seconds", fix="epochs=10")
+
+    def check_validates(self, val: Any) -> None:
+        """Refuse settings of validations where there are no validation data."""
+        given = {"validate_at_start": self.validate_at_start, "max_val_batches": self.max_val_batches}
+        for name, value in given.items():
+            if value and val is None:
+                raise SettingError(
+                    f"fit({name}={value}) without validation data", fix=f"fit(train, val, {name}={value})"
+                )
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,6 +31,8 @@ class UpdatePath:
 class EvaluationRecord:
     """What an evaluation inside of a run shares with it, though `Trainer.evaluate` may be the user's own."""
 
+    name: str | None = None
+    """The name of the set that is evaluated, for `Trainer.evaluating`; None outside of evaluations."""
     errors: dict[str, float] = field(default_factory=dict)
     """Standard errors of the last evaluation, by the names of its numbers."""
     read_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter

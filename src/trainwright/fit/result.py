@@ -46,7 +46,7 @@ class FitEnd:
     def __init__(self, boundary: Boundary) -> None:
         self._run, self._trainer, self._counters = boundary.run, boundary.trainer, boundary.counters
         self._ends, self._manager, self._early_stopper = boundary.ends, boundary.manager, boundary.early_stopper
-        self._record, self._outcome = boundary.record, boundary.record.outcome
+        self._record, self._outcome, self._val = boundary.record, boundary.record.outcome, boundary.val
 
     def restore_best(self) -> None:
         """Load the final weights: averaged and/or best, as configured."""
@@ -132,7 +132,9 @@ class FitEnd:
         """Return lines on skipped updates, acceleration, failed saves and the place of a resume."""
         failing = "" if self._manager is None else self._manager.failing
         reported = self._run.strategy.reporter.note
-        lines = [*self._skip_notes(), *acceleration_notes(self._trainer), failing, reported, *self._resume_notes()]
+        partial = [f"{name}: {source.limit}" for name, source in self._val.items() if source.limit]
+        lines = [*partial, *self._skip_notes(), *acceleration_notes(self._trainer), failing, reported]
+        lines += self._resume_notes()
         return tuple(line for line in lines if line)
 
     def _skip_notes(self) -> tuple[str, ...]:

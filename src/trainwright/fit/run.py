@@ -61,7 +61,7 @@ class Run:
     at_boundary = False
     """Whether `_between_updates` comes before any window: for unfinished work, or after a stop in `begin_epoch`."""
     unfinished_boundary = ""
-    """The boundary whose work was due or interrupted where the run was left: "update", "epoch", "final"; else empty."""
+    """The boundary whose work was due or interrupted where the run was left, as `interrupted_validation`; or empty."""
     stop_reason = ""
     """The reason given to `stop()`, in this session or in the one that has left work pending."""
     waited = 0.0

@@ -224,7 +224,8 @@ _NAMED = {"evaluate": ("name",)}
 
 _INSTEAD_OF_INDEX = {
     "training_step": "   # self.progress.batch: the batches of the epoch before this window",
-    **dict.fromkeys(("validation_step", "predict_step"), "   # batches are not counted here: count calls yourself"),
+    "validation_step": "   # self.evaluating: the name of the set; batches are not counted here: count calls yourself",
+    "predict_step": "   # batches are not counted here: count calls yourself",
 }
 """The substitute for the argument `batch_idx` of other libraries: `progress` does not change outside of training."""
 
