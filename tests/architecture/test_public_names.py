@@ -172,7 +172,7 @@ def undocumented(name: str, cls: type) -> list[str]:
 
 
 ATTRIBUTES = {
-    *("device", "fast_path", "history", "is_main", "optimizers", "progress", "result", "state", "world"),
+    *("device", "evaluating", "fast_path", "history", "is_main", "optimizers", "progress", "result", "state", "world"),
 }
 """What a trainer has besides its arguments, hooks and methods; each is in the docs as `trainer.x` or `self.x`."""
 
