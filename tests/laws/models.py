@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from trainwright import Observer
-
 
 class MLP(nn.Module):
     """Rows of 6 numbers to 4 classes, with dropout."""
@@ -87,20 +85,6 @@ def ready(kind, rows=41, size=7, **options):
     """A list of batches of at most `size` rows, the last one short."""
     x, y = tensors(kind, rows, **options)
     return list(zip(x.split(size), y.split(size), strict=True))
-
-
-class Losses(Observer):
-    """Keeps every `Update`."""
-
-    def __init__(self):
-        self.updates = []
-
-    def on_update(self, update):
-        self.updates.append(update)
-
-    @property
-    def losses(self):
-        return [update.loss for update in self.updates]
 
 
 def assert_equal(ours, theirs, where=""):

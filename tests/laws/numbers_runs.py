@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import EarlyStopping, MeanLoss, Observer, StepOutput, Trainer
+from trainwright import EarlyStopping, MeanLoss, StepOutput, Trainer
 
 
 def close(value, expected, rel=1e-6):
@@ -36,17 +36,6 @@ def trainer(model=None, loss=None, cls=Trainer, lr=0.1, **settings):
     model = linear() if model is None else model
     optimizer = torch.optim.SGD(model.parameters(), lr=lr)
     return cls(model, optimizer, nn.CrossEntropyLoss() if loss is None else loss, console=False, **settings)
-
-
-class Seen(Observer):
-    def __init__(self):
-        self.updates, self.rows = [], []
-
-    def on_update(self, update):
-        self.updates.append(update)
-
-    def on_validate(self, record):
-        self.rows.append(record)
 
 
 class Errors:

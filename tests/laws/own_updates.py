@@ -9,10 +9,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from records import Records
 from trainwright import MixedPrecision, Trainer
 from trainwright.precision import LossScaler, Precision
 
-from .models import Losses, assert_equal
+from .models import assert_equal
 from .window_cases import UNEVEN, draw
 
 RADIUS = 0.05
@@ -202,7 +203,7 @@ def assert_pairs(ours, theirs):
 
 def run(trainer, pair, data, *, epochs=1, loss=None, **settings):
     """Fit, and return the trainer, its result and every `Update`."""
-    seen = Losses()
+    seen = Records()
     made = trainer(*pair, loss, console=False, observers=[seen], **settings)
     result = made.fit(data, epochs=epochs)
     return made, result, seen.updates

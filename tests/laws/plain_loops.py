@@ -8,9 +8,10 @@ from contextlib import nullcontext
 import numpy as np
 import torch
 
+from records import Records
 from trainwright import Trainer
 
-from .models import Losses, assert_equal
+from .models import assert_equal
 
 EPOCHS = 9
 """Times 6 batches: 54 updates."""
@@ -43,7 +44,7 @@ def by_trainer(model, optimizer, loss, data, *, val=None, epochs=EPOCHS, trainer
     """The same by the Trainer."""
     torch.manual_seed(3)
     untouched = random.getstate(), np.random.get_state()
-    seen = Losses()
+    seen = Records()
     made = trainer(model, optimizer, loss, console=False, observers=[seen], **settings)
     result = made.fit(data, val, epochs=epochs, **({} if validate is None else {"validate": validate}))
     rng = torch.get_rng_state()

@@ -7,7 +7,8 @@ from torch import nn
 from torch.optim import SGD, AdamW
 from torch.optim import lr_scheduler as torchs
 
-from trainwright import Cosine, Observer, OneCycle, StepLR, TorchSchedule, Trainer, Updates, batches
+from records import Records
+from trainwright import Cosine, OneCycle, StepLR, TorchSchedule, Trainer, Updates, batches
 from trainwright.schedules import Cyclic, Exponential, Linear, MultiStep
 
 
@@ -42,14 +43,6 @@ def used(optimizer):
     return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
 
 
-class Recorder(Observer):
-    def __init__(self):
-        self.updates = []
-
-    def on_update(self, update):
-        self.updates.append(update)
-
-
 class Watched(Trainer):
     """Notes the rates at the moment of each optimizer step, and makes the gradient of chosen updates infinite."""
 
@@ -76,7 +69,7 @@ class Watched(Trainer):
 def run(schedule, *, optimizer=one_group, cls=Watched, poisoned=(), loader=None, **settings):
     """Five epochs, and (rates used at each try, updates reported, result)."""
     ends = {name: settings.pop(name) for name in ("epochs", "max_updates", "resume", "val") if name in settings}
-    model, reported = network(), Recorder()
+    model, reported = network(), Records()
     trainer = cls(
         model,
         optimizer(model),

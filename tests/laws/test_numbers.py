@@ -9,12 +9,13 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from records import Records
 from trainwright import MeanLoss, SettingError, SumLoss, Trainer, accuracy
 from trainwright.metrics import Derived
 
-from .numbers_runs import UNEVEN, Errors, Seen, close, cut, distance, linear, rows_of_data, trainer
+from .numbers_runs import UNEVEN, Errors, close, cut, distance, linear, rows_of_data, trainer
 
-# Losses.
+# Records.
 
 
 class Fixed(Trainer):
@@ -46,7 +47,7 @@ def test_training_loss_is_the_mean_over_rows_and_never_divided_by_accumulate(acc
         by_update.append(loss.item())
         total += loss.double().item() * len(a)
         optimizer.step()
-    seen = Seen()
+    seen = Records()
     result = trainer(accumulate=accumulate, observers=[seen]).fit(pieces, epochs=1)
     close(result.history[0]["loss"], total / len(x))
     assert len(seen.updates) == len(by_update)
@@ -114,7 +115,7 @@ def test_with_class_weights_the_mean_is_over_the_weights():
 
 
 def check_a_steps_own_count_weighs_its_loss(accumulate):
-    seen = Seen()
+    seen = Records()
     made, data = fixed([1.0, 10.0, 4.0], [5, 1, 0], accumulate=accumulate, observers=[seen])
     result = made.fit(data, data, epochs=1)
     close(result.history[0]["loss"], 15 / 6, rel=1e-12)
@@ -159,7 +160,7 @@ def test_named_losses_are_reported_each_and_their_sum_as_the_loss(accumulate):
             return {"first": first + 0 * self.model.weight.sum(), "second": second}
 
     x = torch.arange(7.0)
-    seen = Seen()
+    seen = Records()
     made = trainer(cls=Two, observers=[seen], accumulate=accumulate)
     pieces = [(x[:5],), (x[5:],)]
     row = made.fit(pieces, pieces, epochs=1).history[0]
@@ -239,7 +240,7 @@ def check_logged_numbers_are_weighted(accumulate):
     y[0] = y[12] = 2
     y[6] = y[18] = 0
     pieces = cut(x, y, UNEVEN)
-    seen = Seen()
+    seen = Records()
     made = trainer(cls=Logging, accumulate=accumulate, observers=[seen])
     row = made.fit(pieces, pieces, epochs=1).history[0]
     weighed = (x[:6].double().sum() + x[12:18].double().sum()).item() / 2
@@ -302,7 +303,7 @@ def test_history_has_a_row_of_floats_for_each_epoch():
 
 def test_the_learning_rate_of_a_row_is_the_one_its_last_update_used():
     x, y = rows_of_data()
-    seen = Seen()
+    seen = Records()
     made = trainer(schedule=lambda update, total: 1 - update / total, observers=[seen])
     rows = made.fit(cut(x, y, UNEVEN), epochs=2).history
     assert [row["lr"] for row in rows] == [seen.updates[3].lr, seen.updates[7].lr]

@@ -6,7 +6,9 @@ import math
 
 import pytest
 
-from .numbers_runs import UNEVEN, Errors, Seen, cut, distance, rows_of_data, run_planned, trainer
+from records import Records
+
+from .numbers_runs import UNEVEN, Errors, cut, distance, rows_of_data, run_planned, trainer
 
 
 def test_a_nan_in_one_row_shows_in_every_number_of_the_evaluation():
@@ -22,7 +24,7 @@ def test_a_nan_in_one_row_shows_in_every_number_of_the_evaluation():
 def test_a_nan_in_one_training_row_shows_in_the_loss_of_the_epoch(policy, accumulate):
     x, y = rows_of_data()
     x[13, 2] = math.nan
-    seen = Seen()
+    seen = Records()
     made = trainer(on_nonfinite=policy, accumulate=accumulate, observers=[seen])
     assert math.isnan(made.fit(cut(x, y, UNEVEN), epochs=1).history[0]["loss"])
     assert math.isnan(seen.updates[2 // accumulate].loss)

@@ -12,6 +12,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.utils.data import DataLoader, TensorDataset
 
+from records import Records
 from trainwright import (
     SWA,
     Checkpoint,
@@ -101,14 +102,6 @@ def real(name, lengths, epochs=3):
     return [lengths[1]] * epochs if name == "len" else lengths[:epochs]
 
 
-class Rates(Observer):
-    def __init__(self):
-        self.seen = []
-
-    def on_update(self, update):
-        self.seen.append(update.lr)
-
-
 def net():
     torch.manual_seed(0)
     return nn.Linear(3, 1)
@@ -116,7 +109,7 @@ def net():
 
 def trained(schedule, data, *, kind=Trainer, optimizer=None, fit=None, **given):
     """The trainer after `fit`, and the rate of each update, whatever `fit` ended by."""
-    seen = Rates()
+    seen = Records()
     model = net()
     made = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     trainer = kind(model, made, nn.MSELoss(), schedule=schedule, observers=[seen], console=False, **given)
@@ -125,7 +118,7 @@ def trained(schedule, data, *, kind=Trainer, optimizer=None, fit=None, **given):
         trainer.fit(data, **(fit or {"epochs": 3}))
     except (DataError, Killed) as raised:
         error = raised
-    return trainer, seen.seen, error
+    return trainer, seen.rates, error
 
 
 def by_hand(make, lengths, accumulate=lambda epoch: 1):

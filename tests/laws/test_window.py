@@ -11,9 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
 
+from records import Records
 from trainwright import MeanLoss, SumLoss, Trainer
 
-from .models import Losses, distance
+from .models import distance
 from .window_cases import (
     RETURNED,
     UNEVEN,
@@ -51,7 +52,7 @@ def check(shape, loss, kind="classes", *, trainer=Trainer, reference=None, optim
     data = draw(shape, kind)
     reference = loss if reference is None else reference
     expected = by_hand(*theirs, reference, shape.grouped(data), shape.clip, shape.epochs)
-    seen = Losses()
+    seen = Records()
     settings = {"accumulate": shape.k, "clip": shape.clip, "console": False, "observers": [seen], **more}
     result = trainer(*ours, loss, **settings).fit(given_as(data, shape.stream), epochs=shape.epochs)
     assert result.updates == len(expected) >= 50
@@ -177,7 +178,7 @@ def test_a_sum_is_summed_over_the_window(shape=UNEVEN):
     ):
         theirs, ours = twins()
         expected = by_hand(*theirs, summed, shape.grouped(data), 0.1, 9)
-        seen = Losses()
+        seen = Records()
         trainer(*ours, loss, accumulate=shape.k, clip=0.1, observers=[seen], console=False).fit(data, epochs=9)
         assert distance(ours[0], theirs[0]) <= 1e-12
         assert seen.losses == pytest.approx([loss / n for loss, n in zip(expected, rows, strict=True)], rel=1e-10)

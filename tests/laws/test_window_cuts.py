@@ -9,9 +9,10 @@ import pytest
 from torch import nn
 from torch.nn import functional as F
 
+from records import Records
 from trainwright import Trainer
 
-from .models import Losses, distance
+from .models import distance
 from .window_cases import UNEVEN, Shape, by_hand, draw, twins
 
 
@@ -39,7 +40,7 @@ def check_on_policy(k=3):
 def test_accumulation_by_epoch_cuts_each_epoch_anew(shape=UNEVEN):
     """`accumulate` by epoch: each epoch is cut by its own k, from its first batch on."""
     theirs, ours = twins()
-    data, seen = draw(replace(shape, k=1), "classes"), Losses()
+    data, seen = draw(replace(shape, k=1), "classes"), Records()
     groups = []
     for k in (1, 1, 4, 4, 4):
         groups += [data[i : i + k] for i in range(0, 7, k)]
@@ -60,7 +61,7 @@ def test_an_endless_stream_loses_no_batch_at_the_ends_of_epochs(k=3):
     """Epochs cut from an endless stream by `epoch_updates`: its windows are all full, and no batch is lost."""
     shape = Shape((2, 3, 1, 4) * 6, (1,) * 24, k=k)
     theirs, ours = twins()
-    data, seen = draw(shape, "classes"), Losses()
+    data, seen = draw(shape, "classes"), Records()
     by_hand(*theirs, F.cross_entropy, shape.grouped(data))
     made = Trainer(*ours, nn.CrossEntropyLoss(), accumulate=k, observers=[seen], console=False)
     made.fit(iter(data), max_updates=8, epoch_updates=3)

@@ -10,13 +10,14 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from records import Records
 from trainwright import Checkpoint, MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy, batches, freeze
 from trainwright.core.rng import random_state
 from trainwright.update import snapshot
 from trainwright.update.window import Window
 
 from .deferred_runs import defer_on_cpu
-from .models import Losses, assert_equal, distance
+from .models import assert_equal, distance
 from .oom_cases import Counting, Noisy, by_hand, numbers, scarce
 from .own_updates import Sharp
 from .window_cases import UNEVEN, Shape, draw, masked, summed, tensor_count, valid
@@ -50,7 +51,7 @@ def check(shape, name, *, where="forward", most=2, **settings):
     ours, theirs = scarce(most, where=where), scarce(10**6)
     reference = loss if returned is None or name == "a sum alone" else masked
     expected = windows_by_hand(theirs[0], theirs[1], reference, shape.grouped(data), shape.clip, shape.epochs)
-    cls, seen = (Trainer, Losses()) if returned is None else (stepping(returned), Losses())
+    cls, seen = (Trainer, Records()) if returned is None else (stepping(returned), Records())
     settings = {"accumulate": shape.k, "clip": shape.clip, "console": False, "observers": [seen], **settings}
     trainer = cls(*ours, None if returned else loss, on_oom="split", **settings)
     result = trainer.fit(data, epochs=shape.epochs)
@@ -223,7 +224,7 @@ def test_logged_numbers_metrics_and_state_count_each_row_once(where):
     found = []
     for most, on_oom in ((10**6, None), (3, "split")):
         model, optimizer = scarce(most, where=where)
-        seen, metrics = Losses(), {"listed": Listed(), "accuracy": accuracy}
+        seen, metrics = Records(), {"listed": Listed(), "accuracy": accuracy}
         trainer = Logs(model, optimizer, metrics=metrics, on_oom=on_oom, observers=[seen], console=False)
         history = trainer.fit((x, y), epochs=3, batch_size=10).history
         found.append([history, [u.values for u in seen.updates], trainer.state["rows"], trainer.state["sum"].item()])

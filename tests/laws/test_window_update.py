@@ -7,10 +7,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+from records import Records
 from trainwright import MixedPrecision, NonFiniteError, Trainer
 from trainwright.precision import LossScaler, Precision
 
-from .models import Losses, distance
+from .models import distance
 from .window_cases import (
     IGNORED,
     RETURNED,
@@ -106,7 +107,7 @@ def test_clip_schedule_scaler_and_clock_act_once_per_update(shape=UNEVEN):
         asked.append((update, total))
         return 1.0
 
-    seen = Losses()
+    seen = Records()
     loss = nn.CrossEntropyLoss()
     parts = {"precision": Scaled(), "schedule": factor, "observers": [seen]}
     made = Trainer(*ours, loss, accumulate=shape.k, clip=clip, console=False, **parts)

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed.pool import pool
-from trainwright import NonFiniteError, Observer, SumLoss, Trainer
+from records import Records
+from trainwright import NonFiniteError, SumLoss, Trainer
 from trainwright.data import sharded
-from trainwright.observers import Update
 
 from .world_runs import flat, rows_of_classes
 
@@ -174,16 +174,6 @@ def test_a_stream_goes_on_after_a_window_without_a_row(kind: str) -> None:
 # Numbers over nothing.
 
 
-class Heard(Observer):
-    """Keeps what updates tell."""
-
-    def __init__(self) -> None:
-        self.told: list[float] = []
-
-    def on_update(self, update: Update) -> None:
-        self.told.append(update.values["above"])
-
-
 class Logging(Trainer[nn.Linear]):
     """Logs a mean over some rows, with their number: NaN over none."""
 
@@ -204,11 +194,11 @@ def rows_above() -> tuple[Tensor, Tensor]:
 
 
 def log(on_device: bool) -> tuple[list[float], float]:
-    heard, (x, y) = Heard(), rows_above()
+    heard, (x, y) = Records(), rows_above()
     trainer = Logging(*start(), observers=[heard], console=False)
     trainer.on_device = on_device
     result = trainer.fit(list(zip(x.split(8), y.split(8), strict=True)), epochs=1)
-    return heard.told, result.history[0]["above"]
+    return [update.values["above"] for update in heard.updates], result.history[0]["above"]
 
 
 @pytest.mark.parametrize("on_device", [False, True])

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from distributed.pool import pool
-from trainwright import EMA, Cosine, DataError, EarlyStopping, Epochs, MixedPrecision, NonFiniteError, StepLR, Trainer
+from trainwright import Cosine, DataError, EarlyStopping, Epochs, NonFiniteError, StepLR, Trainer
 
 from .own_updates import Scaled
 from .world_runs import flat, perceptron, rows_of_classes
@@ -165,20 +165,6 @@ def test_a_loss_that_overflows_where_it_is_scaled_is_told_and_judged_as_it_is(lo
         assert all(1e28 < abs(row["loss"]) < 1e33 for row in outcome["history"])
 
 
-@pytest.mark.parametrize("kind", ["bf16", "fp16"])
-def test_half_precision_is_that_of_one_process_but_for_its_rounding(kind: str) -> None:
-    (first, second), expected = pool(2).run(halved, kind), plain(data(), epochs=2)
-    assert first["weights"] == second["weights"]
-    assert 0 < apart(first["weights"], expected) < 2e-2
-
-
-def halved(kind: Any) -> dict[str, Any]:
-    model, optimizer = start(torch.float32)
-    precision = MixedPrecision(kind)
-    trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), precision=precision, accumulate=1, console=False)
-    return ended(trainer, data(dtype=torch.float32), epochs=2)
-
-
 # Ends.
 
 
@@ -230,12 +216,6 @@ def asked() -> dict[str, Any]:
     return ended(Asking(*start(), nn.CrossEntropyLoss(), console=False), data(), epochs=5000)
 
 
-def test_a_stop_that_one_process_asks_for_ends_all_at_the_same_update() -> None:
-    first, *others = pool(3).run(asked)
-    assert first["stopped"] == "enough" and 3 <= first["updates"] < 20000
-    assert all(other == first for other in others)
-
-
 def limited(ends: dict[str, Any]) -> dict[str, Any]:
     return ended(Trainer(*start(), nn.CrossEntropyLoss(), console=False), data(), **ends)
 
@@ -246,26 +226,6 @@ def test_an_end_is_reached_by_all_at_the_same_update(ends: dict[str, Any]) -> No
     assert first["updates"] == ends.get("max_updates", first["updates"]) > 0
     assert first["stopped"].startswith(next(iter(ends)))
     assert all(other == first for other in others)
-
-
-def averaged() -> dict[str, Any]:
-    trainer = Trainer(*start(), nn.CrossEntropyLoss(), average=EMA(0.8), accumulate=2, console=False)
-    return ended(trainer, data(), data(13, seed=9), epochs=3)
-
-
-def test_averaged_weights_are_those_of_one_process() -> None:
-    model, optimizer = start()
-    mean: Any = None
-    for _ in range(3):
-        for two in (data()[:2], data()[2:]):
-            x, y = map(torch.cat, zip(*two, strict=True))
-            optimizer.zero_grad()
-            F.cross_entropy(model(x), y).backward()
-            optimizer.step()
-            now = torch.tensor(flat(model), dtype=torch.float64)
-            mean = now if mean is None else 0.8 * mean + 0.2 * now
-    for outcome in pool(3).run(averaged):
-        assert apart(outcome["weights"], mean.tolist()) <= 1e-12
 
 
 # Epochs of unequal length.

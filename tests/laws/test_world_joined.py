@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional as F
 
 from distributed.pool import pool
-from trainwright import Observer, StepOutput, SumLoss, Trainer, accuracy, batches
+from records import Records
+from trainwright import Trainer, batches
 from trainwright.data import sharded
 from trainwright.distributed.ddp import DDP
-from trainwright.observers import Update
 
 from .world_runs import apart, flat, perceptron, rows_of_classes
 
@@ -27,70 +27,13 @@ def start() -> tuple[nn.Module, torch.optim.Optimizer]:
     return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-class Joined(Trainer[nn.Module]):
-    """Tells its loss as a sum over a count of its own, and feeds a metric."""
-
-    def update(self, window: Any) -> None:
-        x, y = (torch.cat(parts) for parts in zip(*window, strict=True))
-        output = self.model(x)
-        self.minimize(StepOutput(SumLoss(F.cross_entropy(output, y, reduction="sum"), len(y)), output, y))
-
-
-def join(rows: int, accumulate: int) -> dict[str, Any]:
-    model, optimizer = start()
-    metrics = {"accuracy": accuracy}
-    trainer = Joined(model, optimizer, metrics=metrics, accumulate=accumulate, console=False)
-    result = trainer.fit(batches(rows_of_classes(rows), BATCH), epochs=EPOCHS)
-    return {"weights": flat(model), "history": result.history}
-
-
-def by_hand(rows: int, accumulate: int) -> dict[str, Any]:
-    model, optimizer = start()
-    x, y = rows_of_classes(rows)
-    windows: list[tuple[Tensor, Tensor]] = list(
-        zip(x.split(BATCH * accumulate), y.split(BATCH * accumulate), strict=True)
-    )
-    history = []
-    for epoch in range(EPOCHS):
-        total = hits = 0.0
-        for a, b in windows:
-            optimizer.zero_grad()
-            output = model(a)
-            loss = F.cross_entropy(output, b)
-            loss.backward()
-            optimizer.step()
-            total, hits = total + loss.item() * len(a), hits + int((output.argmax(1) == b).sum())
-        told = {"epoch": epoch + 1, "update": (epoch + 1) * len(windows), "loss": total / rows}
-        history.append(told | {"accuracy": hits / rows, "lr": 0.1})
-    return {"weights": flat(model), "history": history}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("size", [2, 3])
-@pytest.mark.parametrize(("rows", "accumulate"), [(1, 1), (9, 1), (9, 3), (13, 2)])
-def test_rows_that_stand_in_are_no_rows_of_a_joined_window(rows: int, accumulate: int, size: int) -> None:
-    expected = by_hand(rows, accumulate)
-    for outcome in pool(size).run(join, rows, accumulate):
-        assert apart(outcome, expected) <= EXACT
-
-
-class Seen(Observer):
-    """Keeps the loss of every update."""
-
-    def __init__(self) -> None:
-        self.losses: list[float] = []
-
-    def on_update(self, update: Update) -> None:
-        self.losses.append(update.loss)
-
-
 def short(first: int) -> list[float]:
     """The losses that are told where the first process's part of a stream has `first` batches, the other's three."""
     rank = torch.distributed.get_rank()
     x, y = rows_of_classes(6)
     part = [(x[j : j + 1], y[j : j + 1]) for j in (range(3, 6) if rank else range(first))]
     model, optimizer = start()
-    seen = Seen()
+    seen = Records()
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), observers=[seen], console=False)
     trainer.fit(sharded(lambda epoch: iter(part)), epochs=1)
     return seen.losses

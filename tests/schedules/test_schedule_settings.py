@@ -5,8 +5,7 @@ from __future__ import annotations
 import doctest
 
 import pytest
-import torch
-from torch.optim import SGD
+from groups import linear, rate, sgd
 from torch.optim import lr_scheduler as torchs
 
 from trainwright.core.durations import Epochs, Seconds, Updates
@@ -26,23 +25,6 @@ from trainwright.schedules.standard import (
     as_schedule,
 )
 from trainwright.schedules.stepped import Plateau, TorchSchedule
-
-
-def parameter():
-    return torch.nn.Parameter(torch.zeros(1))
-
-
-def sgd(**settings):
-    return SGD([parameter()], lr=0.1, **settings)
-
-
-def rate(optimizer, group=0):
-    return optimizer.param_groups[group]["lr"]
-
-
-def linear(update, total):
-    return 1 - update / total
-
 
 # --- settings -------------------------------------------------------------------------------------------------------
 

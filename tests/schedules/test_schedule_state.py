@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from groups import linear, parameter, rate, sgd
 from torch.optim import SGD
 from torch.optim import lr_scheduler as torchs
 
@@ -16,22 +17,6 @@ from trainwright.core.plan import Plan
 from trainwright.schedules.cycles import OneCycle
 from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR
 from trainwright.schedules.stepped import Plateau, TorchSchedule
-
-
-def parameter():
-    return torch.nn.Parameter(torch.zeros(1))
-
-
-def sgd(**settings):
-    return SGD([parameter()], lr=0.1, **settings)
-
-
-def rate(optimizer, group=0):
-    return optimizer.param_groups[group]["lr"]
-
-
-def linear(update, total):
-    return 1 - update / total
 
 
 def is_plain(tree):

@@ -8,6 +8,7 @@ from collections import Counter
 
 import pytest
 import torch
+from groups import linear, parameter, rate, sgd
 from torch.optim import SGD, Adam, AdamW
 from torch.optim import lr_scheduler as torchs
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -18,23 +19,6 @@ from trainwright.core.plan import Plan
 from trainwright.schedules.cycles import Cyclic, OneCycle
 from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR, WarmupStableDecay
 from trainwright.schedules.stepped import Plateau, TorchSchedule
-
-
-def parameter():
-    return torch.nn.Parameter(torch.zeros(1))
-
-
-def sgd(**settings):
-    return SGD([parameter()], lr=0.1, **settings)
-
-
-def rate(optimizer, group=0):
-    return optimizer.param_groups[group]["lr"]
-
-
-def linear(update, total):
-    return 1 - update / total
-
 
 # --- values of groups ------------------------------------------------------------------------------------------------
 

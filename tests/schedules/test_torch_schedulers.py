@@ -11,7 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR
 
-from trainwright import Checkpoint, CheckpointError, Cosine, Observer, SettingError, Trainer, Updates, find_lr
+from records import Records
+from trainwright import Checkpoint, CheckpointError, Cosine, SettingError, Trainer, Updates, find_lr
 from trainwright.fit.arguments import _needs_a_closure
 from trainwright.optim.fused import maskable_step_of
 from trainwright.tools.sanity import smoke_run
@@ -52,14 +53,6 @@ def data():
 def net():
     torch.manual_seed(0)
     return nn.Linear(3, 1)
-
-
-class Rates(Observer):
-    def __init__(self):
-        self.seen = []
-
-    def on_update(self, update):
-        self.seen.append(update.lr)
 
 
 class Stepped(Trainer):
@@ -117,11 +110,11 @@ def by_hand(make, optimizer, by, epochs=3):
     + [("StepLR", optimizer, by) for optimizer, by in (("adam", "epoch"), ("adamw fused", "update"))],
 )
 def test_it_gives_the_weights_and_the_logged_rates_of_the_plain_loop(name, optimizer, by):
-    seen = Rates()
+    seen = Records()
     trainer = trained(by=by, make=SCHEDULERS[name], optimizer=optimizer, observers=[seen])
     model, rates = by_hand(SCHEDULERS[name], optimizer, by)
     assert all(torch.equal(*pair) for pair in zip(trainer.model.parameters(), model.parameters(), strict=True))
-    assert seen.seen == rates
+    assert seen.rates == rates
     assert [row["lr"] for row in trainer.history] == rates[3::4]
 
 
@@ -149,10 +142,10 @@ class StepsInApply(Stepped):
 
 @pytest.mark.parametrize("kind", [BuildsIt, StepsInUpdate, StepsInApply])
 def test_wherever_it_is_built_and_stepped_the_logged_rate_is_the_used_one(kind):
-    seen = Rates()
+    seen = Records()
     by = "update" if kind is BuildsIt else "elsewhere"
     trained(kind, by=by, make=(lambda _: None) if kind is BuildsIt else SCHEDULERS["ExponentialLR"], observers=[seen])
-    assert seen.seen == by_hand(SCHEDULERS["ExponentialLR"], "sgd", "update")[1]
+    assert seen.rates == by_hand(SCHEDULERS["ExponentialLR"], "sgd", "update")[1]
 
 
 class StepsInEvaluate(Stepped):
@@ -179,9 +172,9 @@ class Skips(Stepped):
 
 
 def test_an_update_that_is_skipped_is_logged_with_its_own_rate():
-    seen = Rates()
+    seen = Records()
     trained(Skips, observers=[seen], on_nonfinite="skip", epochs=1)
-    assert seen.seen == pytest.approx([0.1, 0.09, 0.09, 0.081])
+    assert seen.rates == pytest.approx([0.1, 0.09, 0.09, 0.081])
 
 
 @pytest.mark.parametrize("made", [*OPTIMIZERS.values(), torch.optim.LBFGS])
@@ -241,10 +234,10 @@ def test_of_several_optimizers_only_the_one_with_both_is_refused_and_each_logs_i
 
 
 def test_with_a_checkpoint_it_is_refused_before_the_first_update_unless_it_is_saved(tmp_path):
-    seen = Rates()
+    seen = Records()
     with pytest.raises(SettingError, match=r"super\(\)\.parts\(\)") as refused:
         trained(checkpoint=Checkpoint(tmp_path / "a"), observers=[seen])
-    assert not seen.seen
+    assert not seen.rates
     assert "new optimizer" in str(refused.value)
     assert trained(Saved, checkpoint=Checkpoint(tmp_path / "b"), epochs=1).result.updates == 4
 

@@ -7,24 +7,17 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import NonFiniteError, Observer, StepError, Trainer, batches
+from records import Records
+from trainwright import NonFiniteError, StepError, Trainer, batches
 
 x = torch.randn(24, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(24) % 3
 
 
-class Told(Observer):
-    def __init__(self):
-        self.updates = []
-
-    def on_update(self, update):
-        self.updates.append(update)
-
-
 def made(cls=Trainer, **settings):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    told = Told()
+    told = Records()
     settings = {"console": False, "observers": [told], **settings}
     return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), **settings), told
 
@@ -129,17 +122,6 @@ def test_a_window_that_a_custom_update_leaves_out_is_not_reported_as_skipped():
                 self.optimizer.step()
             return loss
 
-    class Told(Observer):
-        def __init__(self):
-            self.skipped = []
-
-        def on_update(self, update):
-            self.skipped.append(update.skipped)
-
-    told, model = Told(), nn.Linear(2, 1)
-    rows = [(torch.ones(2, 2), torch.ones(2, 1))] * 4
-    trainer = EverySecond(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False, observers=[told]
-    )
-    result = trainer.fit(rows, epochs=1)
-    assert told.skipped == [False] * 4 and (result.skipped, result.updates) == (0, 2)
+    trainer, told = made(EverySecond)
+    result = trainer.fit(batches((x, y), 6), epochs=1)
+    assert not any(update.skipped for update in told.updates) and (result.skipped, result.updates) == (0, 2)

@@ -9,15 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import MixedPrecision, NonFiniteError, Observer, SettingError, Trainer
-
-
-class Told(Observer):
-    def __init__(self):
-        self.updates = []
-
-    def on_update(self, update):
-        self.updates.append(update)
+from records import Records
+from trainwright import MixedPrecision, NonFiniteError, SettingError, Trainer
 
 
 class Poisoned(Trainer):
@@ -96,7 +89,7 @@ def test_without_clip_the_error_has_no_norm():
 
 @pytest.mark.parametrize("cls", [Poisoned, GradientOnly])
 def test_skip_holds_back_one_update_and_trains_on_as_if_its_batch_were_not_there(cls):
-    told = Told()
+    told = Records()
     trainer = make(cls, on_nonfinite="skip", observers=[told])
     result = trainer.fit(data(), epochs=1)
     assert (result.updates, result.skipped) == (5, 1)
