@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
 
 from trainwright.checkpointing.load import DamagedError
-from trainwright.core.checks import FormError, check_form, is_dict, is_number
-from trainwright.core.errors import CheckpointError, listed
+from trainwright.core.checks import FormError, check_form, is_number
+from trainwright.core.errors import CheckpointError, first_line, listed
 from trainwright.core.trees import NamedParts
 from trainwright.distributed.pieces import LazyTensor
 from trainwright.protocols import Stateful, Tree
@@ -54,23 +54,20 @@ def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], s
     position if they have none. CheckpointError if parameters or shapes differ, or if the order differs and a state
     belongs to no single parameter.
     """
-    if not isinstance(saved, Mapping):
-        raise DamagedError(f"{origin} is damaged: its {PARAMETERS!r} cannot be read", origin)
     lines: list[str] = []
     names = parameter_names(parts)
     for path, optimizer, states, key in optimizer_states(parts, tree):
-        before: Any = saved.get(path)
         now = _names_and_shapes(optimizer, names)
         try:
-            if before != now:
-                _check_names_and_shapes(before)
+            before = saved[path]
             if type(optimizer).__module__.startswith(("torch.optim.", "trainwright.")):  # others know their own state
                 _check_state(optimizer, states[key], before)
-        except FormError as error:
-            raise DamagedError(f"{origin} is damaged: in part {path!r} {error}", origin) from error
-        if before != now or any(name is None for group in now for name, _ in group):
-            match = _Match(path, optimizer, states[key], parts=parts, origin=origin)
-            states[key] = match.ordered(before, lines)
+            if before != now or any(name is None for group in now for name, _ in group):
+                match = _Match(path, optimizer, states[key], parts=parts, origin=origin)
+                states[key] = match.ordered(before, lines)
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # of another form than a run writes
+            why = error if isinstance(error, FormError) else first_line(error)
+            raise DamagedError(f"{origin} is damaged: in part {path!r} {why}", origin) from error
     return lines
 
 
@@ -165,27 +162,11 @@ class _Match:
             raise CheckpointError(what, have=reason, want=want, fix=fix, where=False)
 
 
-def _check_names_and_shapes(saved: Any) -> None:
-    """Raise FormError for a list of groups of names and shapes of another form."""
-    are_groups = isinstance(saved, list) and all(isinstance(group, list) for group in saved)
-    if not are_groups or not all(_is_name_and_shape(entry) for group in saved for entry in group):
-        raise FormError("the names and shapes of the parameters cannot be read")
-
-
-def _is_name_and_shape(entry: Any) -> bool:
-    if not isinstance(entry, list) or len(entry) != 2:
-        return False
-    name, shape = entry
-    named = name is None or isinstance(name, str)
-    return named and isinstance(shape, list) and all(type(size) is int for size in shape)
-
-
 def _check_state(optimizer: Optimizer, state: Any, saved: list[list[Any]]) -> None:
     """Raise FormError for a state that no step of one of torch's optimizers could use.
 
     `saved`: names and shapes of the parameters of that state.
     """
-    check_form(state, state=is_dict, param_groups=_are_groups)
     groups, entries = state["param_groups"], state["state"]
     numbers = _numbers(state)
     is_counted = _sizes(state) == [len(group) for group in saved] and numbers == list(range(len(numbers)))
@@ -229,12 +210,6 @@ def _fits(mine: Any, saved: Any) -> bool:
     if isinstance(mine, Tensor) or is_number(mine):
         return isinstance(saved, Tensor) or (is_number(saved) and bool(saved >= 0 or (saved < 0 and mine < 0)))
     return saved is None or mine is None or type(saved) is type(mine)
-
-
-def _are_groups(groups: object) -> bool:
-    return isinstance(groups, list) and all(
-        is_dict(group) and isinstance(group.get("params"), list) for group in groups
-    )
 
 
 def _is_usual(state: Any) -> bool:
