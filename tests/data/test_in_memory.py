@@ -12,7 +12,7 @@ from sources import committed
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright.core.errors import DataError, SettingError
-from trainwright.data import in_memory
+from trainwright.data import seeded
 from trainwright.data.opening import batches, open_source
 
 ROWS = 600
@@ -87,10 +87,10 @@ def test_it_does_so_in_every_order(settings: dict[str, Any]) -> None:
 @pytest.mark.parametrize("fault", ["a part of the rows is forgotten", "columns are exchanged"])
 def test_a_fault_in_the_reading_is_seen(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if fault.startswith("a part"):
-        monkeypatch.setattr(in_memory._Reading, "_check_same", lambda self, part, *_, **__: part.zero_())
+        monkeypatch.setattr(seeded._Reading, "_check_same", lambda self, part, *_, **__: part.zero_())
     else:
-        packed = in_memory._packed
-        monkeypatch.setattr(in_memory, "_packed", lambda form, columns: packed(form, columns[::-1]))
+        packed = seeded._packed
+        monkeypatch.setattr(seeded, "_packed", lambda form, columns: packed(form, columns[::-1]))
     with pytest.raises(AssertionError):
         check_same(KINDS["dict"])
 

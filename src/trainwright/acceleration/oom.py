@@ -24,7 +24,7 @@ from trainwright.core.records import Count
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
 from trainwright.core.trees import leaves_of, parameters_of, tensors_in
-from trainwright.data.slicing import rows_of, slice_rows
+from trainwright.data.sharding import rows_of, slice_rows
 from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating

@@ -18,7 +18,7 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.data.row_batches import Batches, BatchSettings
-from trainwright.data.seeded import open_rows
+from trainwright.data.seeded import open_rows, read_into_memory
 from trainwright.data.sharding import Sharded, matches_environment, reading_part
 from trainwright.data.source import Source, shallow_copy
 from trainwright.distributed.mesh import Shard
@@ -114,8 +114,6 @@ def batches(
     if sampler is not None:
         _check_sampler(sampler, shuffle=shuffle)
     if in_memory:
-        from trainwright.data.in_memory import read_into_memory
-
         rows: Any = read_into_memory(data, collate=collate, workers=workers)
     else:
         rows = open_rows(data, collate)

@@ -24,6 +24,7 @@ from trainwright.data.dataloader.order import (
     watch_draws,
 )
 from trainwright.data.seeded import SeededRows, mixed_seed
+from trainwright.data.sharding import ShardedIndices, draw_limit, own_slices, refuse_sharding_sampler, slices
 from trainwright.data.source import (
     Source,
     begin_after,
@@ -142,8 +143,6 @@ class Batches(Source):
         whose order cannot be drawn alike on all ranks.
         """
         if part is not None and self._sampler is not None and not self.is_own_part:
-            from trainwright.data.slicing import draw_limit, refuse_sharding_sampler
-
             size = self._settings.batch_size
             refuse_sharding_sampler(self._sampler, role="the", processes=part.size, batch_size=size)
             draw_limit(self._sampler)
@@ -185,7 +184,7 @@ class Batches(Source):
         if self._part is None:
             return table.batches(order, self._size, rows)
         if self.is_own_part:
-            return self._own(table.batches(order, self._size, rows))
+            return own_slices(table.batches(order, self._size, rows))
         return table.slices(order, self._size, rows, part=self._part)
 
     def independent_copy(self) -> Batches:
@@ -313,18 +312,11 @@ class Batches(Source):
         if part is None:
             return self._fetch(seed, epoch, numbers)
         if self.is_own_part:
-            return self._own(self._fetch(seed, epoch, numbers))
-        from trainwright.data.slicing import ShardedIndices, draw_limit, slices
-
+            return own_slices(self._fetch(seed, epoch, numbers))
         limit = None if self._sampler is None else draw_limit(self._sampler)
         indices = ShardedIndices(numbers, part, limit=limit, by_lists=True)
         indices.draw()
         return slices(self._fetch(seed, epoch, indices), indices, part, name=self.describe())
-
-    def _own(self, batches: Iterator[Any]) -> Iterator[Any]:
-        from trainwright.data.slicing import own_slices
-
-        return own_slices(batches)
 
     def _row_numbers(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
         """Return the row numbers of each batch after the first `skip`."""

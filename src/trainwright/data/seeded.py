@@ -1,18 +1,23 @@
-"""Fetches rows of a map-style data set, whose random draws depend on (seed, epoch, row) alone."""
+"""Fetches rows of a map-style data set, with draws by (seed, epoch, row) alone; or reads all of them into memory."""
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader, IterableDataset, Subset, default_collate
 
-from trainwright.core.errors import DataError
+from trainwright.core.errors import DataError, SettingError
+from trainwright.core.trees import leaves_of, map_tree, tensors_in
 from trainwright.data.arrays import Table, TableRows, table_of
+from trainwright.data.data_state import is_stateful
 from trainwright.data.source import Source
 
 _MASK = (1 << 64) - 1
@@ -169,3 +174,159 @@ def _generators_restored() -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(numpy)
         torch.default_generator.set_state(cpu)
+
+
+# Rows that are read once
+
+_BLOCK = 256
+"""Rows that are read, joined and compared in one block."""
+_FETCHED = "leave in_memory out: the rows are then fetched in each epoch"
+
+
+class ReadRows(Table):
+    """The rows of a data set that was read into memory."""
+
+    def __init__(self, columns: Sequence[Tensor], pack: Callable[[Any], Any] | None, name: str) -> None:
+        super().__init__(columns, pack)
+        self._name = name
+
+    def describe(self) -> str:
+        """Return the location of the rows, and their data set."""
+        return f"memory ({self._name}, read once)"
+
+
+def read_into_memory(data: Any, *, collate: Any, workers: Any) -> Table:
+    """Read every row of a map-style data set into memory, twice; a table in memory is returned as it is.
+
+    A batch is then the one of torch's collate function. DataError where the two readings differ, where a row has
+    anything but plain tensors, numbers and arrays, alone or in tuples, lists and dicts, and where rows differ in shape
+    or type; SettingError with a collate function or workers. The process's generators are restored.
+    """
+    _refuse_settings(collate, workers)
+    given = open_rows(data, None)
+    if isinstance(given, Table):
+        return given
+    _refuse_what_changes(data)
+    if not len(data):
+        raise DataError("data set of 0 rows", want="at least one row")
+    return _Reading(data).read()
+
+
+def _refuse_settings(collate: Any, workers: Any) -> None:
+    if collate is not None:
+        raise SettingError(
+            "batches(in_memory=True, collate=...): rows in memory are columns, which no function joins",
+            want="one of the two",
+            fix="rows = [data[i] for i in range(len(data))]; batches(rows, 64, collate=collate)",
+        )
+    if workers:
+        what = f"batches(in_memory=True, workers={workers}): workers would have nothing to fetch"
+        raise SettingError(what, want="one of the two", fix="leave workers out")
+
+
+def _refuse_what_changes(data: Any) -> None:
+    name = type(data).__name__
+    method = "set_epoch" if callable(getattr(data, "set_epoch", None)) else "state_dict" if is_stateful(data) else ""
+    if method:
+        what = f"batches({name}, in_memory=True): its rows may change, for it has {method}"
+        raise DataError(what, want="a data set whose rows are always the same", fix=_FETCHED)
+
+
+class _Reading:
+    """Reads a data set, some rows at a time, each twice and with other random draws."""
+
+    def __init__(self, data: Any) -> None:
+        self._rows = SeededRows(data, list)
+        self._name = type(data).__name__
+        self._kinds: list[tuple[str, str]] = []
+        """The place and the kind of each value of row 0."""
+
+    def read(self) -> ReadRows:
+        """Return all rows."""
+        rows, columns, form = len(self._rows), [], None
+        for start in range(0, rows, _BLOCK):
+            numbers = range(start, min(start + _BLOCK, rows))
+            joined, again = self._joined(numbers, reading=0), self._joined(numbers, reading=1)
+            if not start:
+                form = map_tree(lambda _: None, joined)
+                columns = self._allocated(list(tensors_in(joined)), rows)
+            parts = zip(columns, tensors_in(joined), tensors_in(again), strict=True)
+            for (at, _), (column, part, second) in zip(self._kinds, parts, strict=True):
+                self._check_same(part, second, at=at, start=start)
+                column[start : numbers.stop] = part
+        return ReadRows(columns, partial(_packed, form), self._name)
+
+    def _joined(self, numbers: range, *, reading: int) -> Any:
+        """Return these rows, joined by torch's collate function."""
+        fetched: list[Any] = self._rows.fetch(0, reading, numbers)
+        if len(fetched) != len(numbers):
+            what = f"{self._name}.__getitems__ was given {len(numbers)} row numbers, and returned {len(fetched)} rows"
+            raise DataError(what, fix=_FETCHED)
+        for number, row in zip(numbers, fetched, strict=True):
+            kinds = [(at, self._kind(leaf, at)) for at, leaf in leaves_of(row)]
+            self._kinds = self._kinds or kinds
+            if kinds != self._kinds:
+                self._refuse_other_kinds(number, kinds)
+        return default_collate(fetched)
+
+    def _kind(self, value: Any, at: str) -> str:
+        """Return dtype and shape of a tensor or array, or the type of a number; DataError for anything else."""
+        if _is_array(value):
+            return f"{value.dtype} {tuple(value.shape)} {type(value).__name__}"
+        if isinstance(value, bool | int | float | np.number | np.bool_):
+            return type(value).__name__
+        raise DataError(
+            f"batches({self._name}, in_memory=True): {at or 'a row'} is a {type(value).__name__}",
+            want="tensors, numbers and arrays of numbers, alone or in tuples, lists and dicts",
+            fix=_FETCHED,
+        )
+
+    def _refuse_other_kinds(self, number: int, kinds: list[tuple[str, str]]) -> None:
+        have, want = f"{len(kinds)} values", f"{len(self._kinds)} values"
+        for one, other in zip(kinds, self._kinds, strict=False):
+            if one != other:
+                have, want = (f"{at or 'it'} {kind}" for at, kind in (one, other))
+                break
+        raise DataError(
+            f"batches({self._name}, in_memory=True): row {number} differs in kind from row 0",
+            have=have,
+            want=f"{want}, as in row 0",
+            fix=f"{_FETCHED}, with a collate function where they differ in shape",
+        )
+
+    def _allocated(self, first: list[Tensor], rows: int) -> list[Tensor]:
+        """Return memory for all rows, of which `first` are the columns of the first block."""
+        size = sum(part.nbytes // len(part) * rows for part in first)
+        room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else size
+        if size > room:
+            what = f"batches({self._name}, in_memory=True): {rows:,} rows need {size >> 20:,} MB"
+            raise DataError(what, want=f"at most the memory of this machine, {room >> 20:,} MB", fix=_FETCHED)
+        return [torch.empty((rows, *part.shape[1:]), dtype=part.dtype) for part in first]
+
+    def _check_same(self, part: Tensor, second: Tensor, *, at: str, start: int) -> None:
+        """Refuse rows that differ in any bit in a second reading."""
+        one, two = (tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8) for tensor in (part, second))
+        if torch.equal(one, two):
+            return
+        row = int((one != two).any(1).nonzero()[0])
+        first, then = (str(values[row].tolist())[:60] for values in (part, second))
+        raise DataError(
+            f"batches({self._name}, in_memory=True): row {start + row} is not the same in two readings",
+            have=f"{at or 'it'}: {first}, then {then}",
+            want="rows without random draws, which do not depend on earlier reads",
+            fix=f"{_FETCHED}; or draw in the step, for a complete batch",
+        )
+
+
+def _is_array(value: Any) -> bool:
+    """Return whether it is a plain tensor on the CPU, or an array of numbers."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.kind in "biufc"
+    plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
+    return plain and not value.requires_grad
+
+
+def _packed(form: Any, columns: Any) -> Any:
+    """Return a batch of these columns, in the containers of `form`."""
+    left = iter(columns)
+    return map_tree(lambda _: next(left), form)

@@ -12,7 +12,15 @@ from trainwright.core.errors import DataError
 from trainwright.core.rng import random_state, rng_preserved, set_random_state
 from trainwright.data.data_state import is_inside_pass, no_state_error, stateful_data
 from trainwright.data.dataloader.order import restarted_if_empty
-from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
+from trainwright.data.sharding import (
+    is_alone_in_job,
+    read_completely,
+    read_own_part,
+    refuse_sharding_sampler,
+    saved_by_other_size,
+    slice_batches,
+    unsharded_stream,
+)
 from trainwright.data.source import (
     Source,
     begin_after,
@@ -62,8 +70,6 @@ class ReadyBatches(Source):
         DataError for a stream, which each rank would read completely, and for data that shard rows themselves.
         """
         if part is not None and not self.is_own_part:
-            from trainwright.data.slicing import refuse_sharding_sampler, unsharded_stream
-
             refuse_sharding_sampler(self._data, role=self._role, processes=part.size, batch_size=None)
             if self._own_length is None:
                 raise unsharded_stream(self._data, role=self._role, processes=part.size)
@@ -76,15 +82,12 @@ class ReadyBatches(Source):
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
             return self._begin_pass(epoch, skip)
-        from trainwright.data import slicing
-        from trainwright.data.slicing import slice_batches
-
         begin = partial(self._begin_pass, epoch, skip)
         if self._part is None or self.is_own_part:
-            return slicing.read_own_part(begin, self._part, aligned=not skip)
+            return read_own_part(begin, self._part, aligned=not skip)
         if isinstance(self._data, list):
             return slice_batches(begin(), self._part, self.describe())
-        return slicing.read_completely(begin, self._part, name=self.describe())
+        return read_completely(begin, self._part, name=self.describe())
 
     def _begin_pass(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None

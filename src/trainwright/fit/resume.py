@@ -23,8 +23,7 @@ from itertools import chain
 from pathlib import Path
 from typing import Any, ClassVar
 
-from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch import nn
 
 from trainwright.checkpointing import parts as run_parts
 from trainwright.checkpointing.load import DamagedError, Loaded, load_weights
@@ -40,6 +39,7 @@ from trainwright.fit.plan import Resume, changed, settings_of
 from trainwright.fit.result import copied_weights, path_at
 from trainwright.fit.saving import DataPosition
 from trainwright.modules.dtensors import is_sharded
+from trainwright.optim.groups import set_option
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.protocols import Tree
 from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_rank_state
@@ -383,22 +383,15 @@ def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any
 def _same_lrs(trainer: TrainerLike) -> Iterator[None]:
     """Restore, after loading inside, the values in the parameter groups that a schedule sets."""
     before = [
-        (optimizer, [{key: group[key] for key in _RATES if key in group} for group in optimizer.param_groups])
+        (optimizer, index, key, group[key])
         for optimizer in trainer.optimizers.values()
+        for index, group in enumerate(optimizer.param_groups)
+        for key in _RATES
+        if key in group
     ]
     yield
-    for optimizer, lrs in before:
-        _set_lrs(optimizer, lrs)
-
-
-def _set_lrs(optimizer: Optimizer, lrs: list[dict[str, Any]]) -> None:
-    """Set rates in the groups; one in a tensor is filled, since the optimizer may refer to it."""
-    for group, before in zip(optimizer.param_groups, lrs, strict=True):
-        for key, value in before.items():
-            if isinstance(group.get(key), Tensor):
-                group[key].fill_(value)
-            else:
-                group[key] = value
+    for optimizer, index, key, value in before:
+        set_option(optimizer.param_groups[index], key, value)
 
 
 # Settings of optimizers that the checkpoint overrules.

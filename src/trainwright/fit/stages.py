@@ -11,6 +11,7 @@ from torch import Tensor
 from trainwright.core.errors import SettingError, user_line
 from trainwright.core.progress import Counters
 from trainwright.core.torch_private import versions_preserved
+from trainwright.optim.groups import set_option
 from trainwright.update.per_rank_state import broadcast_weights
 from trainwright.update.trainer_like import TrainerLike, free_transfer_memory
 
@@ -132,22 +133,15 @@ class _UndoneSchedule:
             if key in group and _plain(group[key]) != value
         ]
         for group, key, _, value in self.changed:
-            _set(group, key, value)
+            set_option(group, key, value)
 
     def restore_groups(self) -> None:
         """Give them to the groups once more, unless others were set by hand since."""
         for group, key, given, value in self.changed:
             if _plain(group[key]) == value:
-                _set(group, key, given)
+                set_option(group, key, given)
 
 
 def _plain(value: Any) -> Any:
     """Return a setting of a group, a rate in a tensor as a number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
-
-
-def _set(group: dict[str, Any], key: str, value: Any) -> None:
-    if isinstance(group[key], Tensor):
-        group[key].fill_(value)  # a rate in a tensor is filled and never replaced
-    else:
-        group[key] = value

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from trainwright.core.checks import check_number
@@ -190,6 +190,14 @@ class Groups:
             for p in find(model, name, f"{self.owner}(no_decay=[{name!r}, ...])").parameters.values()
         }
         return norms | named | {p for p in parameters if p.dim() < 2}
+
+
+def set_option(group: dict[str, Any], key: str, value: Any) -> None:
+    """Set an option of a parameter group; a tensor is filled: the optimizer may refer to it."""
+    if isinstance(group.get(key), Tensor):
+        group[key].fill_(value)
+    else:
+        group[key] = value
 
 
 def checked_names(owner: str, setting: str, names: Any) -> tuple[str, ...]:

@@ -16,7 +16,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import tensors_in
-from trainwright.data.slicing import rows_of, slice_rows
+from trainwright.data.sharding import rows_of, slice_rows
 from trainwright.modules.peak_memory import Peaks, peaks_of
 from trainwright.observers.table import byte_size
 from trainwright.tools.trainer_snapshot import TrainerSnapshot

@@ -23,8 +23,23 @@ from trainwright.data.dataloader.order import (
     twin,
     view,
 )
-from trainwright.data.dataloader.workers import InitWorker, StateSendingCollate, Workers, WorkerStates
-from trainwright.data.sharding import is_alone_in_job, saved_by_other_size
+from trainwright.data.dataloader.workers import (
+    InitWorker,
+    StateSendingCollate,
+    Workers,
+    WorkerStates,
+    warn_of_duplicates,
+)
+from trainwright.data.sharding import (
+    ShardedIndices,
+    draw_limit,
+    is_alone_in_job,
+    read_completely,
+    read_own_part,
+    refuse_loader,
+    saved_by_other_size,
+    slices,
+)
 from trainwright.data.source import (
     Source,
     begin_after,
@@ -108,10 +123,8 @@ class LoaderBatches(Source):
         drawn alike on all ranks.
         """
         if part is not None and not self.is_own_part:
-            from trainwright.data import slicing
-
-            slicing.refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
-            self._draw_limit = slicing.draw_limit(_index_sampler(self._loader)) if self.fetches_by_index else None
+            refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
+            self._draw_limit = draw_limit(_index_sampler(self._loader)) if self.fetches_by_index else None
         self._part = part
         apart = part is not None and self.is_own_part
         self.length, self.rows = (None, None) if apart else (self._own_length, self._own_rows)
@@ -124,20 +137,16 @@ class LoaderBatches(Source):
         if self._part is None and not (stream and is_alone_in_job()):
             doubts = stream and self._loader.num_workers > 1 and not skip and not self._compared
             return self._compared_once(self._begin_pass(epoch, skip)) if doubts else self._begin_pass(epoch, skip)
-        from trainwright.data import slicing
-
         begin = partial(self._begin_pass, epoch, skip)
         if self._part is None or self.is_own_part:
-            return slicing.read_own_part(begin, self._part, aligned=not skip)
+            return read_own_part(begin, self._part, aligned=not skip)
         if not self.fetches_by_index:
-            return slicing.read_completely(begin, self._part, name=self.describe())
+            return read_completely(begin, self._part, name=self.describe())
         iterator = begin()
         assert self._order.sharded is not None
-        return slicing.slices(iterator, self._order.sharded, self._part, name=self.describe())
+        return slices(iterator, self._order.sharded, self._part, name=self.describe())
 
     def _compared_once(self, batches: Iterator[Any]) -> Iterator[Any]:
-        from trainwright.data.dataloader.workers import warn_of_duplicates
-
         self._compared = True
         return warn_of_duplicates(batches, workers=self._loader.num_workers, name=type(self._loader.dataset).__name__)
 
@@ -301,8 +310,6 @@ class LoaderBatches(Source):
         loader, order = self._loader, self._order
         order.skip = skip
         if self._part is not None and self.fetches_by_index:
-            from trainwright.data.slicing import ShardedIndices
-
             lists = loader.batch_sampler is not None
             order.shard = partial(ShardedIndices, part=self._part, limit=self._draw_limit, by_lists=lists)
         elif self.must_resume and not draws_at_most_at_first(_index_sampler(loader)):

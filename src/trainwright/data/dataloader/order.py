@@ -24,7 +24,7 @@ from trainwright.core.torch_private import LOADER_HOOKS, iterator_of
 from trainwright.data.source import drop_first
 
 if TYPE_CHECKING:
-    from trainwright.data.slicing import ShardedIndices
+    from trainwright.data.sharding import ShardedIndices
 
 _TORCH_SAMPLERS = (SequentialSampler, RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
 _END = object()
