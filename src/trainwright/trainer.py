@@ -213,7 +213,8 @@ class Trainer(Generic[M]):
 
         Args:
             train: `batches(...)`, a `DataLoader`, a `Dataset`, an array or a tuple of arrays (these two with
-                `batch_size`), an iterable of batches, or a function `epoch -> one of these`.
+                `batch_size`), an iterable of batches, or a function `epoch -> one of these`. None: the `training_step`
+                or `update` of your own makes its own data, and gets None as its batch.
             val: Validation data of the same forms, or a dict of several sets.
             epochs: End after so many passes over the training data.
             max_updates: End after so many applied updates.

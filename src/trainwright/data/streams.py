@@ -1,11 +1,11 @@
-"""Ready batches, an endless stream that epochs are cut from, and the first batches of other data."""
+"""Ready batches, an endless stream that epochs are cut from, the first batches of other data, and no data at all."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
-from itertools import islice
+from itertools import islice, repeat
 from typing import Any
 
 from trainwright.core.errors import DataError
@@ -29,7 +29,7 @@ from trainwright.data.source import (
     set_epoch,
     shallow_copy,
 )
-from trainwright.distributed.mesh import Shard
+from trainwright.distributed.mesh import Shard, Slice
 
 _END = object()
 
@@ -305,6 +305,26 @@ class Continuing(Source):
                 self._begin_pass(position["pass"], position["taken"])
             if self._part is not None and position["next"] is not None:
                 self._common = position["next"]  # a pass that skips batches has drawn more than one that begins
+
+
+class NoData(Source):
+    """The source of `fit(None)`: every batch is None, and the steps make their own data. It never ends."""
+
+    kind = "data that the steps make"
+    repeatable = False
+    is_own_part = True
+
+    def describe(self) -> str:
+        """Return a few words for the header of the console."""
+        return self.kind
+
+    def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
+        """Return None for each batch; of several ranks each makes one row of it."""
+        return repeat(None) if self._part is None else repeat(Slice(None, 1, self._part.size))
+
+    def shard(self, part: Shard | None) -> None:
+        """Have each of several ranks make its own data."""
+        self._part = part
 
 
 class FirstBatches(Source):

@@ -43,13 +43,16 @@ def open_data(
     sets = {} if val is None else _named_sets(val)
     # A function of the epoch may draw random numbers. Ranks join here first: a rank that is alone is found at once.
     with _joined_ranks(trainer) if joins and trainer.world.size > 1 else nullcontext():
-        source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
+        if train is None:
+            source = _without_data(trainer, ends, batch_size)
+        else:
+            source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
         held_out = {
             # A batch size holds for validation data too, where they are rows and not batches already.
             name: open_source(data, batch_size=batch_size if batch_size and takes_batch_size(data) else None, role=name)
             for name, data in sets.items()
         }
-    if ends.epoch_updates is not None and source.length is None:
+    if ends.epoch_updates is not None and source.length is None and train is not None:
         source = Continuing(source)
     if trainer.world.size > 1:
         assign_shard(trainer, source, *held_out.values())
@@ -57,6 +60,25 @@ def open_data(
         if isinstance(opened, LoaderBatches):
             opened.keep_workers(keeps=not _reads(train, sets[name]))
     return source, {name: _limited(opened, ends.max_val_batches) for name, opened in held_out.items()}
+
+
+def _without_data(trainer: TrainerLike, ends: Ends, batch_size: int | None) -> Source:
+    """Return the source of `fit(None)`; SettingError where something needs data."""
+    from trainwright.data.streams import NoData
+
+    hooks, what = trainer._hooks, "fit(None): training without data"
+    if not (hooks.overrides_training_step or hooks.overrides_update or hooks.overrides_compute_gradients):
+        want = "training data; or a training_step or an update of your own that makes its data"
+        raise SettingError(f"{what}, and no step makes its own", want=want, fix="def training_step(self, batch): ...")
+    if ends.epochs is not None and ends.epoch_updates is None:
+        want, n = "an end in updates or seconds, or the updates of an epoch", ends.epochs
+        fix = f"fit(None, max_updates=1000), or fit(None, epochs={n}, epoch_updates=100)"
+        raise SettingError(f"{what} has no epochs", have=f"epochs={n}", want=want, fix=fix)
+    if batch_size is not None:
+        raise SettingError(f"{what}, and batch_size={batch_size}", fix="leave batch_size out: the step knows its rows")
+    if trainer.on_oom is not None:
+        raise SettingError(f'{what}, and on_oom="split": there is no batch to split', fix="leave on_oom out")
+    return NoData()
 
 
 def _limited(source: Source, most: int | None) -> Source:

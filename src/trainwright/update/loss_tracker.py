@@ -103,6 +103,8 @@ class LossTracker(RunningMeans):
         if type(returned) is StepOutput:
             if self.metrics is not None and self.recording:
                 rows = self._hooks.rows(self.batch) if window is None else window.rows[window.position + 1]
+                if window is not None and window.batches[window.position + 1] is None:  # the step made its own data
+                    rows = find_rows(returned.output) or rows
                 self.metrics.update(returned.output, returned.target, rows)
             returned = returned.loss
         elif self.must_feed:
