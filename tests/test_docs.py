@@ -23,7 +23,13 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent not in PROGRAMS or page.name == "index.md"),
 ]
 GUIDES = ROOT / "docs" / "guides"
-SLOW_TECHNIQUES = ("activation_checkpointing", "advise", "custom_operators", "debugging_tools", "learning_rate_range_test")
+SLOW_TECHNIQUES = (
+    "activation_checkpointing",
+    "advise",
+    "custom_operators",
+    "debugging_tools",
+    "learning_rate_range_test",
+)
 SLOW = {GUIDES / "model_selection.md", *(GUIDES / "techniques" / f"{name}.md" for name in SLOW_TECHNIQUES)}
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S

@@ -176,9 +176,7 @@ def rows_of(batch: Any) -> int:
                 break
         else:
             return rows
-    if batch is None:  # a step that makes its own data: fit(None)
-        return 1
-    found = find_rows(batch)
+    found = 1 if batch is None else find_rows(batch)  # None: a step that makes its own data, fit(None)
     if found is None:
         raise DataError(
             f"the rows of a batch of type {type(batch).__name__} cannot be counted",
