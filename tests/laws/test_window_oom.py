@@ -19,7 +19,6 @@ from trainwright.update.window import Window
 from .deferred_runs import defer_on_cpu
 from .models import assert_equal, distance
 from .oom_cases import Counting, Noisy, by_hand, numbers, scarce
-from .own_updates import Sharp
 from .window_cases import UNEVEN, Shape, draw, masked, summed, tensor_count, valid
 from .window_cases import by_hand as windows_by_hand
 
@@ -250,20 +249,6 @@ def test_a_count_of_the_users_own_is_asked_of_each_part():
     trainer = Valid(*ours, accumulate=3, on_oom="split", console=False)
     assert trainer.fit(data, epochs=4).updates == len(expected)
     assert distance(ours[0], theirs[0]) <= 1e-12
-
-
-@pytest.mark.slow
-def test_two_passes_over_one_window_are_split_alike():
-
-    x, y = numbers()
-    found = []
-    for most, on_oom in ((10**6, None), (3, "split")):
-        model, optimizer = scarce(most)
-        Sharp(model, optimizer, nn.CrossEntropyLoss(), on_oom=on_oom, console=False).fit(
-            (x, y), epochs=5, batch_size=10
-        )
-        found.append(model)
-    assert distance(*found) <= 1e-12 and max(found[1].calls[-6:]) <= 3
 
 
 @pytest.mark.slow

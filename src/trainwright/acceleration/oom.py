@@ -8,7 +8,6 @@ have changed. Not run on a GPU yet: tests raise the errors of CUDA on a CPU.
 from __future__ import annotations
 
 import math
-import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import nullcontext
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from trainwright.core.device import is_out_of_memory, release_memory
-from trainwright.core.errors import DataError, SettingError, StepError, first_line, listed
-from trainwright.core.records import Count
+from trainwright.core.errors import DataError, SettingError, first_line, listed
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
 from trainwright.core.trees import leaves_of, parameters_of, tensors_in
@@ -107,11 +105,6 @@ class WindowSplitter:
                 if why:
                     raise _noted(error, why)  # noqa: B904 - the error itself
                 failed = error
-            except _ReadByUpdate:
-                if failed is None:  # a resumed run begins with the size that has fitted before
-                    fix = "self.compute_gradients(window), or without on_oom"
-                    raise StepError(_READS, fix=fix) from None
-                raise _noted(failed, _READS) from None
             traceback.clear_frames(failed.__traceback__)  # they refer to activations
             tried = self._finer(window, tried, failed)
         if failed is not None:
@@ -171,7 +164,7 @@ class WindowSplitter:
         batches = [batch for batch, _ in parts]
         counted = hooks.count if len(parts) > 1 or hooks.overrides_count else None
         counts = None if counted is None else [counted(batch) for batch in batches]
-        return _Parts.of(window, parts, counts, guarded=hooks.overrides_update)
+        return Window(batches, [rows for _, rows in parts], counts, move=window.mover)
 
     def _largest(self, tried: Window) -> int | None:
         """Return the index of the micro-batch with the most elements of those that can be cut."""
@@ -182,7 +175,7 @@ class WindowSplitter:
     def _why_not(self, tried: Window) -> str:
         """Return why a window cannot be run again in smaller micro-batches; "" where it can."""
         status = self._run.strategy.status
-        if status.applied is True or status.stepping or status.stepped:
+        if status.applied is True:
             return "a step had begun, and weights may be half-way"
         layers = layers_mixing_rows(self._trainer.model, self._trainer.loss)
         if layers:
@@ -210,13 +203,10 @@ class WindowSplitter:
 
 
 class _WeightMarks:
-    """Detects writes to weights: a window that has changed weights cannot be run again."""
+    """Detects writes to weights by a step: a window that has changed weights cannot be run again."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
-        hooks = run.trainer._hooks
-        self._measures = hooks.overrides_update or hooks.overrides_compute_gradients
-        """Whether code of the user may write through `.data`, which does not change version counters."""
         self._weights: list[Tensor] = []
 
     def refresh(self) -> None:
@@ -225,22 +215,13 @@ class _WeightMarks:
         self._weights = list({id(p): p for p in weights + self._run.gradients.parameters}.values())
 
     def capture(self) -> None:
-        """Record version and address of each weight, and its norm where versions do not suffice."""
+        """Record version and address of each weight."""
         self._marks = [(version_of(p), p.data_ptr()) for p in self._weights]
-        self._norms = self._measured() if self._measures else []
 
     @property
     def changed(self) -> bool:
         """Whether any weight was written to or moved since."""
-        if [(version_of(p), p.data_ptr()) for p in self._weights] != self._marks:
-            return True
-        measured = self._measured() if self._measures else []
-        return any(not torch.equal(a, b) for a, b in zip(self._norms, measured, strict=True))
-
-    def _measured(self) -> list[Tensor]:
-        """Return a number for each weight that almost every write changes."""
-        with torch.no_grad():
-            return [p.detach().norm() if p.is_floating_point() else p.sum() for p in self._weights]
+        return [(version_of(p), p.data_ptr()) for p in self._weights] != self._marks
 
 
 def check_layers(trainer: TrainerLike) -> None:
@@ -256,46 +237,8 @@ def check_layers(trainer: TrainerLike) -> None:
     )
 
 
-_READS = "`update` reads the batches of its window itself, and would find parts of them"
 FEW = 8
 """Rows whose loss is compared with that of their parts."""
-
-
-class _ReadByUpdate(Exception):
-    """The user's own `update` reads a window that is split."""
-
-
-class _Parts(Window):
-    """A window with the same rows in smaller micro-batches, which only `compute_gradients` may read."""
-
-    _guarded = False
-
-    @classmethod
-    def of(
-        cls, window: Window, parts: Sequence[tuple[Any, int]], counts: list[Count] | None, *, guarded: bool
-    ) -> Window:
-        """Return the window of the parts that another one was cut into."""
-        made = cls([batch for batch, _ in parts], [rows for _, rows in parts], counts, move=window.mover)
-        made._guarded = guarded
-        return made
-
-    def __getitem__(self, index: Any) -> Any:
-        self._check()
-        return super().__getitem__(index)
-
-    def __iter__(self) -> Any:
-        self._check()
-        return super().__iter__()
-
-    def _check(self) -> None:
-        frame = sys._getframe(2) if self._guarded else None
-        if frame is None:
-            return
-        while frame is not None and frame.f_code is not WindowSplitter.update.__code__:
-            if frame.f_code.co_name == "compute_gradients":
-                return
-            frame = frame.f_back
-        raise _ReadByUpdate
 
 
 def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
@@ -350,8 +293,6 @@ def compare_parts(run: Run, complete: Window, parts: Window) -> PartsLoss:
 
     The caller restores what the steps have changed.
     """
-    if run.trainer._hooks.overrides_compute_gradients:
-        return PartsLoss(unknown="`compute_gradients` is your own")
     try:
         return _compared(run, complete, parts)
     except Exception as error:  # a step may fail on a part in any way, and for lack of memory too
@@ -395,7 +336,7 @@ def _run(run: Run, window: Window) -> list[float]:
     try:
         for index in range(len(window.batches)):
             with run.autocast:
-                returned = run.strategy.step(Window.__getitem__(window, index))
+                returned = run.strategy.step(window[index])
             step_loss = tracker.record(returned)
             assert step_loss is not None
             found.append(float(weighted_value(step_loss.loss, step_loss.weight)))

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 from warnings import warn
 
 import torch
@@ -26,6 +26,15 @@ _LINEAR = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Mv", "Linear", "Nati
 """Autograd nodes whose results are no probabilities, even where their values look so."""
 
 
+class LossMistake(NamedTuple):
+    """A loss that gets another kind of input than it takes: the parts of a message."""
+
+    what: str
+    have: str
+    want: str
+    fix: str
+
+
 class FirstBatch(TorchFunctionMode):
     """Checks, between `open` and `close`, the first call of each of torch's classification losses."""
 
@@ -33,7 +42,8 @@ class FirstBatch(TorchFunctionMode):
         super().__init__()
         self._left = dict(_CHECKS) if checks else {}
         """The checks of losses that have not been called yet."""
-        self._found: list[str] = []
+        self.found: list[LossMistake] = []
+        """The mistakes that were found."""
         self._is_open = False
 
     def open(self) -> None:
@@ -51,9 +61,9 @@ class FirstBatch(TorchFunctionMode):
     def warn(self) -> None:
         """End the checks, and issue a warning for each mistake that was found."""
         self.close()
-        for text in self._found:
-            warn(text, stacklevel=5)  # the call of `fit`
-        self._found = []
+        for one in self.found:
+            warn(message(one.what, have=one.have, want=one.want, fix=one.fix), stacklevel=5)  # the call of `fit`
+        self.found = []
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Call the function, and check the first call of each loss."""
@@ -66,7 +76,7 @@ class FirstBatch(TorchFunctionMode):
                     found = check(output, returned)
             except RuntimeError:  # a tensor whose values cannot be read here, as under vmap
                 found = None
-            self._found += [] if found is None else [found]
+            self.found += [] if found is None else [found]
         return returned
 
 
@@ -75,12 +85,12 @@ def is_compiled(model: torch.nn.Module) -> bool:
     return "torch._dynamo" in sys.modules and any(map(torch_private.is_compiled, inside(model)))
 
 
-def _under_cross_entropy(output: Tensor, loss: Tensor) -> str | None:
-    """Return the warning for outputs that are probabilities."""
+def _under_cross_entropy(output: Tensor, loss: Tensor) -> LossMistake | None:
+    """Return the mistake of outputs that are probabilities."""
     made_by = _origin(output)
     if made_by.startswith(_LINEAR) or not _are_distributions(output, made_by):
         return None
-    return message(
+    return LossMistake(
         "the outputs are probabilities, and cross entropy takes scores: it applies a softmax of its own",
         have=f"outputs {tuple(output.shape)} whose rows sum to 1, none negative",
         want="logits: the scores before the softmax",
@@ -101,15 +111,15 @@ def _are_distributions(output: Tensor, made_by: str) -> bool:
     return made_by.startswith("Softmax") or (len(rows) > 1 and not bool((rows == rows[:1]).all()))
 
 
-def _under_nll(output: Tensor, loss: Tensor) -> str | None:
-    """Return the warning for values that are no log-probabilities: with these the loss is never negative."""
+def _under_nll(output: Tensor, loss: Tensor) -> LossMistake | None:
+    """Return the mistake of values that are no log-probabilities: with these the loss is never negative."""
     made_by = _origin(output)
     if made_by.startswith("LogSoftmax"):
         return None
     positive = made_by.startswith((*_LINEAR, "Softmax")) and bool((output > 1e-3).any())
     if not positive and not bool((loss < -1e-4).any()):
         return None
-    return message(
+    return LossMistake(
         "NLLLoss takes log-probabilities, and the outputs are none: some are above 0",
         have=f"outputs up to {float(output.max()):.3g}, and a loss of {float(loss.float().mean()):.3g}",
         want="outputs of log_softmax",
@@ -117,12 +127,12 @@ def _under_nll(output: Tensor, loss: Tensor) -> str | None:
     )
 
 
-def _under_bce(output: Tensor, loss: Tensor) -> str | None:
-    """Return the warning for outputs that are probabilities."""
+def _under_bce(output: Tensor, loss: Tensor) -> LossMistake | None:
+    """Return the mistake of outputs that are probabilities."""
     made_by = _origin(output)
     if not made_by.startswith(("Sigmoid", "Hardsigmoid", "Softmax")) or not bool(((output >= 0) & (output <= 1)).all()):
         return None
-    return message(
+    return LossMistake(
         "the outputs are probabilities, and BCEWithLogitsLoss takes logits: it applies a sigmoid of its own",
         have=f"outputs {tuple(output.shape)} from {float(output.min()):.3g} to {float(output.max()):.3g}",
         want="logits: the scores before the sigmoid",
@@ -141,7 +151,7 @@ def _origin(output: Tensor) -> str:
     return ""
 
 
-_CHECKS: dict[Any, Callable[[Tensor, Tensor], str | None]] = {
+_CHECKS: dict[Any, Callable[[Tensor, Tensor], LossMistake | None]] = {
     F.cross_entropy: _under_cross_entropy,
     F.nll_loss: _under_nll,
     F.binary_cross_entropy_with_logits: _under_bce,

@@ -82,14 +82,21 @@ def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
     return "save" if on_error else None
 
 
-def checked_on_oom(on_oom: Any, world: World) -> str | None:
-    """Check `on_oom=`: "split" is for one process."""
+def checked_on_oom(on_oom: Any, world: World, *, own: Collection[str]) -> str | None:
+    """Check `on_oom=`: "split" is for one process, and for the default `update`; `own`: the hooks that are overridden.
+
+    An update of the user's own may read its window, or step twice: what it has done cannot be undone, and done again.
+    """
     if on_oom not in (None, "split"):
         raise SettingError(f"on_oom={on_oom!r}", want='None, or "split"', fix='on_oom="split"')
     if on_oom and world.size > 1:
         what = f'on_oom="split" with {world.size} processes: one that runs out of memory leaves the others in a sum'
         want = "one process, or micro-batches that fit on each"
         raise SettingError(what, want=want, fix="accumulate=2 and half the batch size: the same rows")
+    written = next((name for name in ("update", "compute_gradients") if name in own), None)
+    if on_oom and written is not None:
+        what = f'on_oom="split" with {written}() of your own, which may change what a second try needs'
+        raise SettingError(what, fix="accumulate=2 and half the batch size: the same rows")
     return "split" if on_oom else None
 
 

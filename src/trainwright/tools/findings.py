@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from trainwright.core.errors import StepError, listed, user_line
 from trainwright.core.torch_private import BatchNorm, tree_leaves
 from trainwright.core.trees import parameters_in
 from trainwright.data.opening import takes_batch_size
+from trainwright.diagnostics.first_batch import FirstBatch, LossMistake
 from trainwright.tools.trial import is_several, ready, variant
 from trainwright.trainer import Trainer
 
@@ -31,13 +32,6 @@ _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTra
 _INPUT_LAYERS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS)
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 _DROPOUT_FUNCTIONS = frozenset({"dropout", "dropout1d", "dropout2d", "dropout3d"})
-_LOSSES = {
-    "cross_entropy": "CrossEntropyLoss",
-    "nll_loss": "NLLLoss",
-    "binary_cross_entropy_with_logits": "BCEWithLogitsLoss",
-}
-_SAME_VALUES = ("View", "UnsafeView", "Reshape", "Squeeze", "Unsqueeze", "Transpose", "Permute", "ToCopy", "Clone")
-"""Autograd nodes of operations that change no value."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,14 +70,15 @@ def findings(
     used = [
         batches[index % len(batches)] for index in range((updates + 1) * per_update)
     ]  # one window more, so that the epoch does not end
-    with _uncompiled(), watch.hooks(), watch:
+    first = FirstBatch(checks=True)
+    with _uncompiled(), watch.hooks(), watch, cast(Any, first):  # torch's mode has no types
         try:
             _silent(trainer).fit(used, max_updates=updates)
         except (RuntimeError, StepError) as caught:
             if "does not require grad" not in str(caught) and "reaches no weight" not in str(caught):
                 raise
             return [_no_gradient(str(caught).splitlines()[0])]
-    found = [*_biases(watch), *_losses(watch), *_eval_modes(watch), *_unreached(watch, updates=updates)]
+    found = [*_biases(watch), *map(_of_loss, first.found), *_eval_modes(watch), *_unreached(watch, updates=updates)]
     found += _train_modes(_evaluate(trainer, batches, val, batch_size=batch_size))
     return [*found, *_inputs(watch, batches)]
 
@@ -118,7 +113,7 @@ def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
 
 
 class _Watch(TorchFunctionMode):
-    """Records modes, inputs and neighbors of layers by module hooks, losses and dropout by the functions called."""
+    """Records modes, inputs and neighbors of layers by module hooks, dropout by the functions called."""
 
     def __init__(self, trainer: Trainer[Any]) -> None:
         super().__init__()
@@ -130,8 +125,6 @@ class _Watch(TorchFunctionMode):
         """Layers with a bias, and the BatchNorm in train mode that received their output."""
         self.active_dropouts: list[str] = []
         """Layers or user lines where dropout was on."""
-        self.losses: dict[tuple[str, str], None] = {}
-        """Losses by name, with the wrong kind of their input."""
         self.inputs: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
         """Data that entered a layer, as (rows, features); the channels of images are features."""
         self.largest_gradients: dict[int, float] = {}
@@ -152,11 +145,9 @@ class _Watch(TorchFunctionMode):
         return stack
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """Run the function, and note a loss or active dropout."""
+        """Run the function, and note active dropout."""
         name, kwargs = getattr(func, "__name__", ""), kwargs or {}
-        if name in _LOSSES:
-            self._note_loss(name, args[0] if args else kwargs["input"])
-        elif name in _DROPOUT_FUNCTIONS:
+        if name in _DROPOUT_FUNCTIONS:
             settings = {"p": 0.5, "training": True} | kwargs
             settings |= dict(zip(("input", "p", "training"), args, strict=False))
             self._note_dropout(bool(settings["training"] and settings["p"]))
@@ -199,17 +190,6 @@ class _Watch(TorchFunctionMode):
         if active:
             own = isinstance(layer, _DROPOUTS)
             self.active_dropouts.append(self.names[layer] if own else user_line() or "the step")
-
-    def _note_loss(self, name: str, output: Tensor) -> None:
-        node = output.grad_fn
-        while node is not None and node.name().startswith(_SAME_VALUES):
-            node = node.next_functions[0][0]
-        made_by = "" if node is None else node.name()
-        squashed = next((kind for kind in ("softmax", "sigmoid") if made_by.lower().startswith(kind)), "")
-        if not squashed and name == "nll_loss" and bool((output.detach() > 1e-6).any()):
-            squashed = "no log_softmax"
-        if squashed:
-            self.losses[name, squashed] = None
 
     def is_trained(self, module: nn.Module) -> bool:
         """Return whether a layer, or for a layer without parameters its nearest parent with some, is trained."""
@@ -254,16 +234,10 @@ def _biases(watch: _Watch) -> Iterator[Finding]:
         )
 
 
-def _losses(watch: _Watch) -> Iterator[Finding]:
-    """Find probabilities where a loss takes logits or log-probabilities."""
-    for function, given in watch.losses:
-        loss = _LOSSES[function]
-        yield Finding(
-            f"{given} before {loss}",
-            f"the input of {loss} comes from {given}",
-            "it takes logits (NLLLoss: log-probabilities): this is another loss, which cannot come near 0",
-            f"return logits  # and loss=nn.{'CrossEntropyLoss' if loss == 'NLLLoss' else loss}()",
-        )
+def _of_loss(mistake: LossMistake) -> Finding:
+    """Return the finding for probabilities where a loss takes logits or log-probabilities."""
+    why = f"this is another loss, which cannot come near 0: it got {mistake.have}, and takes {mistake.want}"
+    return Finding("input of the loss", mistake.what, why, mistake.fix)
 
 
 def _eval_modes(watch: _Watch) -> Iterator[Finding]:
