@@ -11,7 +11,7 @@ from compiling import BACKEND, Block, Net, build, by, data, leftovers, same, wei
 from torch import nn
 from torch.nn import functional as F
 
-from trainwright import Checkpoint, Fast, MeanLoss, SettingError, StepError, Trainer
+from trainwright import Fast, MeanLoss, SettingError, StepError, Trainer
 from trainwright.acceleration.compilation import find_regions
 
 
@@ -254,15 +254,3 @@ def test_a_copy_that_is_made_in_between_is_not_compiled():
     trainer = build(by(), trainer=Copies)
     trainer.fit(data(8), epochs=1)
     assert leftovers(trainer.copy) == [] and same(weights(trainer.copy), weights(trainer.model))
-
-
-def test_a_cache_lies_in_its_own_directory_alone(directory):
-    kept = directory / "kept"
-    settings = {"checkpoint": Checkpoint(directory / "runs")}
-    for cache in (directory, directory / "runs", directory / "runs" / "inside"):
-        with pytest.raises(SettingError, match="beside checkpoints"):
-            build(by(cache=str(cache)), **settings).fit(data(), epochs=1)
-    build(by(cache=str(kept)), **settings).fit(data(16), epochs=1)
-    assert {path.name for path in directory.iterdir()} <= {"kept", "runs"}
-    names = [path.name for path in (directory / "runs").rglob("*")]
-    assert names and not [name for name in names if "compiled" in name]

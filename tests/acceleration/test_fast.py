@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 import pickle
 from dataclasses import FrozenInstanceError, fields, replace
-from pathlib import Path
 
 import pytest
 from torch import nn
@@ -34,8 +33,6 @@ class Block(nn.Module):
         ({"compile": {"regions": "blocks"}}, "fix   Fast(compile={'regions': {Block}})"),
         ({"compile": {"regions": []}}, "fix   Fast(compile={'regions': {Block}})"),
         ({"compile": {"regions": {3}}}, 'want  "regional", "full", or classes'),
-        ({"compile": {"cache": 3}}, "want  the path of a directory"),
-        ({"compile": {"cache": ""}}, "want  the path of a directory"),
         ({"channels_last": 1}, 'want  True, False or "auto"'),
         ({"channels_last": None}, 'want  True, False or "auto"'),
         ({"device_data": "yes"}, 'want  True, False or "auto"'),
@@ -69,11 +66,10 @@ def test_it_is_a_plain_record():
 
 
 def test_a_dict_goes_to_torch_but_for_the_keys_that_are_ours():
-    fast = Fast(compile={"backend": "aot_eager", "fullgraph": True, "cache": "made", "regions": Block})
-    assert fast.options == {"backend": "aot_eager", "fullgraph": True}
-    assert fast.cache == Path("made") and fast.regions == (Block,)
+    fast = Fast(compile={"backend": "aot_eager", "fullgraph": True, "regions": Block})
+    assert fast.options == {"backend": "aot_eager", "fullgraph": True} and fast.regions == (Block,)
     assert Fast(compile={}).regions == "regional" and Fast(compile="full").regions == "full"
-    assert Fast(compile="full").options == {} and Fast().cache is None
+    assert Fast(compile="full").options == {}
 
 
 def test_a_dict_that_is_changed_later_changes_nothing():

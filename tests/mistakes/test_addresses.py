@@ -10,7 +10,6 @@ from refusals import entry, make, network, pieces
 
 from trainwright import (
     Checkpoint,
-    Fast,
     Journal,
     OneCycle,
     SettingError,
@@ -26,7 +25,6 @@ WRITES = {
     "Journal": Journal,
     "TensorBoard": TensorBoardLogger,
     "Profile": Profile,
-    "Fast": lambda path: Fast(compile={"cache": path}),
     "save_weights": lambda path: save_weights(path, network().state_dict()),
     "trainer.save_weights": lambda path: make().save_weights(path),
     "journal_to_csv": lambda path: journal_to_csv("journal.jsonl", path),

@@ -7,7 +7,7 @@ import torch
 from refusals import entry, make, network, pieces
 from torch import nn
 
-from trainwright import Checkpoint, Fast, SettingError, Trainer
+from trainwright import Fast, SettingError, Trainer
 
 
 @pytest.mark.parametrize(
@@ -48,11 +48,3 @@ def test_classes_that_the_model_does_not_hold():
     with pytest.raises(SettingError, match="holds no Conv2d") as caught:
         trainer.fit(pieces(), epochs=1)
     assert entry(str(caught.value), "fix") == 'Fast(compile="full")' and trainer.progress.updates == 0
-
-
-def test_a_cache_in_the_directory_of_the_checkpoints(tmp_path):
-    kept = Checkpoint(tmp_path / "run")
-    trainer = make(fast=Fast(compile={"cache": str(tmp_path / "run" / "compiled")}), checkpoint=kept)
-    with pytest.raises(SettingError, match="torch unpickles it") as caught:
-        trainer.fit(pieces(), epochs=1)
-    assert "a directory of its own" in entry(str(caught.value), "want") and trainer.progress.updates == 0

@@ -10,14 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 import torch.overrides
 from torch import Tensor, nn
 
-from trainwright.checkpointing.files import replace_file
 from trainwright.core.checks import name_of
 from trainwright.core.errors import SettingError
 from trainwright.core.torch_private import (
@@ -307,35 +305,3 @@ def _first_line(reason: str) -> str:
 
 def _many(n: int, name: str) -> str:
     return f"{n} {name}" if n == 1 else f"{n} {name}s"
-
-
-NAME = "compiled.bin"
-"""The file in the directory. Torch unpickles it, so that anyone who can write it can run code in this process."""
-
-
-@contextmanager
-def compile_cache(directory: Path | None, *, saves: bool = True) -> Iterator[None]:
-    """Load compiled code from a directory; without an error inside, save there what was compiled meanwhile."""
-    if directory is None:
-        yield
-        return
-    path = directory / NAME
-    if path.is_file():
-        torch.compiler.load_cache_artifacts(path.read_bytes())
-    yield
-    kept = torch.compiler.save_cache_artifacts() if saves else None
-    if kept is not None:
-        directory.mkdir(parents=True, exist_ok=True)
-        replace_file(path, kept[0])
-
-
-def check_apart(cache: Path | None, checkpoints: Path | None) -> None:
-    """Refuse a cache in or around a directory of checkpoints, which are loaded without running code; SettingError."""
-    if cache is None or checkpoints is None:
-        return
-    here, there = cache.resolve(), checkpoints.resolve()
-    if here == there or here in there.parents or there in here.parents:
-        what = f"Fast(compile={{'cache': {str(cache)!r}}}) beside checkpoints: torch unpickles it, which runs code"
-        have = f"checkpoints in {checkpoints}"
-        fix = "Fast(compile={'cache': 'compiled'})"
-        raise SettingError(what, have=have, want="a directory of its own, that you alone write", fix=fix)

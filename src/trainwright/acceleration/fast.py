@@ -5,19 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Mapping
 from dataclasses import KW_ONLY, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import nn
 
-from trainwright.core.checks import check_choice, check_flag, local_path
+from trainwright.core.checks import check_choice, check_flag
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean, suggests
 
-TORCHS = ("backend", "dynamic", "fullgraph", "mode", "options")
-"""Keys of `torch.compile` that a dict for `compile` may hold."""
-OURS = ("cache", "regions")
+KEYS = ("backend", "dynamic", "fullgraph", "mode", "options", "regions")
+"""Keys that a dict for `compile` may hold: those of `torch.compile`, and `regions`."""
 _GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
 """A backend and modes of torch that replay CUDA graphs of each region: the next replay overwrites their outputs."""
 
@@ -32,8 +30,7 @@ class Fast:
     Args:
         compile: "regional" compiles the blocks that a model repeats, or the model if it repeats none; "full" compiles
             the model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), except for
-            two keys: `"regions"` ("regional", "full" or module classes) and `"cache"` (a directory for compiled code).
-            None compiles nothing.
+            its key `"regions"`: "regional", "full" or module classes. None compiles nothing.
         channels_last: "auto" uses this memory layout for convolutional models on CUDA under bf16 or fp16; True on any
             device.
         device_data: "auto" copies data in memory to a CUDA device where they take at most a quarter of its free memory.
@@ -68,13 +65,7 @@ class Fast:
     def options(self) -> dict[str, Any]:
         """The keywords of `torch.compile`."""
         given = self.compile if isinstance(self.compile, Mapping) else {}
-        return {name: value for name, value in given.items() if name not in OURS}
-
-    @property
-    def cache(self) -> Path | None:
-        """The directory in which what was compiled is kept from run to run; None where it is not."""
-        given = self.compile.get("cache") if isinstance(self.compile, Mapping) else None
-        return None if given is None else Path(given).expanduser()
+        return {name: value for name, value in given.items() if name != "regions"}
 
 
 def as_fast(setting: Any) -> Fast:
@@ -95,15 +86,10 @@ def _check_compile(setting: Any) -> None:
         fix = "" if setting is False else 'Fast(compile="regional")'
         raise SettingError(f"Fast(compile={setting!r})", want=want, fix=fix or "leave compile out")
     for name in setting:
-        if name not in (*TORCHS, *OURS):
-            hint = did_you_mean(str(name), [*TORCHS, *OURS])
+        if name not in KEYS:
+            hint = did_you_mean(str(name), KEYS)
             what = f"Fast(compile={{{name!r}: ...}}) is unknown.{hint}"
-            raise SettingError(what, want=f"some of {', '.join((*TORCHS, *OURS))}")
-    cache = setting.get("cache")
-    if "cache" in setting and (not isinstance(cache, str | Path) or not str(cache)):
-        raise SettingError(f"Fast(compile={{'cache': {cache!r}}})", want="the path of a directory")
-    if cache is not None:
-        local_path(cache, "Fast(compile={{'cache': {}}})")
+            raise SettingError(what, want=f"some of {', '.join(KEYS)}")
     graphed = [one for one in ("backend", "mode") if setting.get(one) in _GRAPHED]
     if graphed:
         given = f"{graphed[0]!r}: {setting[graphed[0]]!r}"

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from pathlib import Path
 
 from trainwright.acceleration import layout
 from trainwright.acceleration.device_dataset import place_data
@@ -100,17 +99,12 @@ def _wants_channels_last(trainer: TrainerLike) -> bool:
 
 @contextmanager
 def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
-    from trainwright.acceleration.compilation import check_apart, compile_cache, compiled
+    from trainwright.acceleration.compilation import compiled
 
     fast, tracker = trainer.fast, trainer._tracker
-    saves_to = None if trainer.checkpoint is None else Path(trainer.checkpoint.directory)
-    check_apart(fast.cache, saves_to)
     is_short = _short(trainer, source)
     try:
-        with (
-            compile_cache(fast.cache, saves=trainer.is_main),
-            compiled(trainer.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record,
-        ):
+        with compiled(trainer.model, fast.regions, fast.options, is_short=is_short, looks_on=CountObserver) as record:
             trainer._record.path.compiled = record
             tracker.count_by_graph = counted_outside_graphs
             yield f"compiles {record.what}"
