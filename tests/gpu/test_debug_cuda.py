@@ -91,4 +91,4 @@ def check_profile(device: torch.device, directory: Path, capsys: pytest.CaptureF
     assert profile.path is not None
     trace = json.loads(gzip.decompress(profile.path.read_bytes()))
     assert any(event.get("cat") == "kernel" for event in trace["traceEvents"]) == (device.type == "cuda")
-    assert ("cuda ms" in capsys.readouterr().out) == (device.type == "cuda")
+    assert ("Self CUDA" in capsys.readouterr().out) == (device.type == "cuda")

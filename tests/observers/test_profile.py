@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -49,9 +48,9 @@ def test_the_trace_holds_the_updates_that_were_asked_for(tmp_path: Path, capsys:
     made(profile).fit(data(), epochs=2)
     assert profile.path == tmp_path / "deep" / "updates-5-7.json.gz"
     assert steps(profile.path) == 3
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("profile of updates 5 to 7, per update; ")
-    assert len(lines) == 2 + 5 and all(len(line) <= 100 for line in lines[1:])
+    out = capsys.readouterr().out
+    assert out.startswith("profile of updates 5 to 7; ")
+    assert out.count("aten::") + out.count("Optimizer.step") + out.count("ProfilerStep") <= 5 and "Self CPU %" in out
     assert not torch.autograd._profiler_enabled()
 
 
@@ -87,22 +86,6 @@ def test_a_run_that_ends_before_says_so(tmp_path: Path, after: int, capsys: pyte
     else:
         assert out == f"profile: nothing recorded, for the run ended at update 20, before {after + 1}\n"
     assert not torch.autograd._profiler_enabled()
-
-
-def test_on_cuda_the_table_is_by_the_time_of_the_device(tmp_path: Path) -> None:
-    profile = Profile(tmp_path, rows=2)
-    profile._on_cuda = True
-    events = [
-        SimpleNamespace(key=key, count=2, self_cpu_time_total=cpu, self_device_time_total=device)
-        for key, cpu, device in (("ProfilerStep*", 9e3, 9e3), ("mm", 1e3, 2e3), ("relu", 3e3, 6e3), ("add", 5e3, 0.0))
-    ]
-    lines = profile._table(events, updates=2, first=11)
-    assert lines[0].startswith("profile of updates 11 to 12, per update")
-    assert lines[1].split()[-2:] == ["cuda", "ms"]
-    assert [line.split() for line in lines[2:]] == [
-        ["relu", "1", "75.0%", "1.5000", "3.0000"],
-        ["mm", "1", "25.0%", "0.5000", "1.0000"],
-    ]
 
 
 def test_updates_outside_are_not_recorded_and_cost_no_call(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +15,6 @@ from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import profiler_enabled
 from trainwright.observers.live import write_line
 from trainwright.observers.probes import RunObserver
-from trainwright.observers.table import number, printable
-
-_NAME = 54
-_STEP = "ProfilerStep"
-"""Torch's name of the range of a profiled step; its own time belongs to no operation."""
 
 
 @suggests
@@ -35,7 +29,7 @@ class Profile(RunObserver):
         directory: Where the trace is written.
         after: Updates before the first recorded one.
         updates: Recorded updates.
-        rows: How many operations with the most self time per update are printed. 0 prints none.
+        rows: How many operations with the most self time torch's table has. 0 prints none.
         memory: Record memory, at a cost.
         shapes: Record shapes, at a cost.
         stacks: Record Python lines, at a cost.
@@ -98,7 +92,9 @@ class Profile(RunObserver):
         self.path = self.directory / f"updates-{first}-{update}.json.gz"
         profiler.export_chrome_trace(str(self.path))
         if self.rows:
-            write_line("\n".join(self._table(profiler.key_averages(), updates=update + 1 - first, first=first)))
+            by = "self_device_time_total" if self._on_cuda else "self_cpu_time_total"
+            table = profiler.key_averages().table(sort_by=by, row_limit=self.rows)
+            write_line(f"profile of updates {first} to {update}; {self.path}\n{table}")
 
     def on_fit_end(self, result: Result) -> None:
         """Write the trace where the run ends while recording; print a line where nothing was recorded."""
@@ -110,27 +106,3 @@ class Profile(RunObserver):
         if self._profiler is not None:
             self._profiler.stop()
         self._profiler, self._coming = None, 0
-
-    def _table(self, events: Sequence[Any], *, updates: int, first: int) -> list[str]:
-        """Return the operations by their own time, on the device where it is CUDA, in milliseconds per update."""
-        events = [event for event in events if not self._on_cuda or not _is_range(event)]
-        cpu = sum(event.self_cpu_time_total for event in events)
-        device = sum(event.self_device_time_total for event in events)
-        by, total = ("self_device_time_total", device) if self._on_cuda else ("self_cpu_time_total", cpu)
-        listed = sorted(events, key=lambda event: getattr(event, by), reverse=True)[: self.rows]
-        per = 1000 * updates
-        lines = [f"profile of updates {first} to {first + updates - 1}, per update; {self.path}"]
-        head = f" {'operation':<{_NAME}}{'calls':>8}{'share':>8}{'cpu ms':>10}"
-        lines.append(head + (f"{'cuda ms':>10}" if self._on_cuda else ""))
-        for event in listed:
-            share = getattr(event, by) / total if total else 0.0
-            name = "(Python, outside of operations)" if event.key.startswith(_STEP) else event.key
-            line = f" {name[: _NAME - 1]:<{_NAME}}{event.count / updates:>8.4g}{share:>8.1%}"
-            line += f"{number(event.self_cpu_time_total / per):>10}"
-            lines.append(line + (f"{number(event.self_device_time_total / per):>10}" if self._on_cuda else ""))
-        return [printable(line, None) for line in lines]
-
-
-def _is_range(event: Any) -> bool:
-    """Return whether an event is a range of operations: on a device its time would be counted twice."""
-    return event.key.startswith(_STEP) or bool(getattr(event, "is_user_annotation", False))
