@@ -75,7 +75,7 @@ def test_the_order_of_folds_does_not_matter() -> None:
     assert np.isnan(alone.std["loss"])
 
 
-def test_the_random_state_of_the_process_stays_but_for_one_draw_of_a_seed() -> None:
+def test_the_random_state_of_the_process_stays() -> None:
     def states() -> tuple[Any, ...]:
         return random.getstate(), np.random.get_state()[1].tobytes(), torch.get_rng_state().tolist()  # type: ignore[index]
 
@@ -86,14 +86,9 @@ def test_the_random_state_of_the_process_stays_but_for_one_draw_of_a_seed() -> N
     before = states()
     cross_validate(noisy, (x, y), KFold(2, shuffle=True), seed=0, **ADVICE)
     assert states() == before
-    torch.manual_seed(3)
-    first = cross_validate(noisy, (x, y), 2, **ADVICE)
-    after = torch.get_rng_state()
-    torch.manual_seed(3)
-    torch.empty((), dtype=torch.int64).random_()
-    assert torch.equal(after, torch.get_rng_state())
-    torch.manual_seed(3)
-    assert torch.equal(cross_validate(noisy, (x, y), 2, **ADVICE).predictions, first.predictions)
+    assert torch.equal(
+        cross_validate(noisy, (x, y), 2, **ADVICE).predictions, cross_validate(noisy, (x, y), 2, **ADVICE).predictions
+    )
 
 
 def test_a_splitter_that_shuffles_by_the_global_state_goes_by_the_seed() -> None:
@@ -298,8 +293,9 @@ def test_folds_that_share_a_directory_are_refused_before_the_second_is_trained(t
 @pytest.mark.parametrize("slot", ["early_stopping", "checkpoint"])
 def test_choosing_by_the_rows_held_out_is_refused(slot: str, tmp_path: Path) -> None:
     watching = EarlyStopping("val_loss") if slot == "early_stopping" else Checkpoint(tmp_path, best="val_loss")
-    with pytest.raises(SettingError, match=rf"{slot} watches 'val_loss'.*validation=0.1|(?s:{slot}.*validation=0.1)"):
+    with pytest.raises(SettingError, match="watches 'val_loss'") as caught:
         cross_validate(lambda: make_trainer(**{slot: watching}), (x, y), 2, **ADVICE)
+    assert "without validation=0.1: fit has no rows to validate on" in caught.value.__notes__[-1]
 
 
 def test_rows_and_groups_on_both_sides_are_refused() -> None:
@@ -324,7 +320,6 @@ def test_rows_and_groups_on_both_sides_are_refused() -> None:
         ({"folds": [range(50)]}, "a pair"),
         ({"folds": []}, "without one split"),
         ({"validation": 1.0}, "below 1"),
-        ({"resume": "auto"}, "without a seed"),
         ({"groups": [1, 2]}, "2 values for 60 rows"),
         ({"data": x, "folds": StratifiedKFold(3)}, "target=classes"),
         ({"make_trainer": make_trainer()}, "a function that builds"),

@@ -27,7 +27,7 @@ from trainwright.core.records import Result
 from trainwright.core.rng import rng_preserved
 from trainwright.core.rng import seed as start_random_state
 from trainwright.core.suggestions import suggests
-from trainwright.core.trees import sequence_like
+from trainwright.core.trees import sequence_like, tensors_in
 from trainwright.data.opening import batches, takes_batch_size
 from trainwright.data.seeded import mixed_seed, open_rows
 from trainwright.evaluation.predictions import join
@@ -52,7 +52,7 @@ def cross_validate(
     target: Any = None,
     prepare: Callable[..., tuple[Any, ...]] | None = None,
     validation: float | None = None,
-    seed: int | None = None,
+    seed: int = 0,
     resume: str | None = None,
 ) -> CrossValidation:
     """Train on all rows but a fold's and measure on those, for each fold; return numbers and out-of-fold predictions.
@@ -75,15 +75,13 @@ def cross_validate(
         prepare: A function `prepare(train, *others)` that returns all of them, scaled by statistics of `train`, or as
             `batches(...)`.
         validation: The share of the training rows to validate on, such as 0.1.
-        seed: The seed. None: drawn once.
+        seed: The seed of the folds, and of the random state with which each fold starts.
         resume: "auto" resumes folds from their checkpoints.
 
     Raises:
         SettingError: For a trainer or weights that are used twice, and for other leaks.
     """
     _check_settings(validation, seed=seed, resume=resume)
-    drawn = seed is None
-    seed = int(torch.empty((), dtype=torch.int64).random_()) if seed is None else seed
     rows = len(open_rows(data, None))  # DataError for data without numbered rows
     sides = _split(folds, data, rows, target=target, groups=groups, validation=validation, seed=seed)
     earlier, done = _EarlierFolds(), list[Fold]()
@@ -94,11 +92,6 @@ def cross_validate(
                 start_random_state(fold_seed)
                 trainer = _make(make_trainer, index)
                 earlier.refuse_shared(trainer, index)
-                if drawn and trainer.world.size > 1:
-                    what = "cross_validate without a seed in a run of several processes: each would draw its own"
-                    raise SettingError(what, fix="cross_validate(..., seed=0)")
-                if validation is None:
-                    _refuse_watching(trainer)
                 train, *others = _prepared(prepare, [_take(data, part) for part in parts])
                 if takes_batch_size(train):
                     train = batches(train, batch_size, shuffle=True, seed=fold_seed)
@@ -109,7 +102,8 @@ def cross_validate(
                 outputs = trainer.predict(held_out)
                 done.append(Fold(parts[-1], len(parts[0]), fold_seed, numbers, result, outputs))
         except Exception as error:
-            error.add_note(f"in fold {index} of {len(sides)}, counted from 0")
+            given = "" if validation is not None else ", without validation=0.1: fit has no rows to validate on"
+            error.add_note(f"in fold {index} of {len(sides)}, counted from 0{given}")
             raise
     return CrossValidation(tuple(done), rows, seed)
 
@@ -177,21 +171,26 @@ class CrossValidation:
         """
         rows = torch.from_numpy(np.concatenate([fold.rows for fold in self.folds]))
         missing, most = int((self.held_out == 0).sum()), int(self.held_out.max())
+        outputs = join([fold.predictions for fold in self.folds])
+        have = f"a row that was held out {most} times" if most > 1 else ""
+        for output in tensors_in(outputs):
+            if isinstance(outputs, list) or len(output) != len(rows):
+                have = have or "outputs of several shapes"
+            elif missing and not output.is_floating_point():
+                have = have or f"{output.dtype}, and {missing} rows were never held out"
+        if have:
+            raise DataError(
+                "the predictions of the folds cannot be one tensor in the order of the data",
+                have=have,
+                want="folds that hold each row out once, and one shape for each row",
+                fix="the predictions of each fold, for its rows: folds[i].predictions, folds[i].rows",
+            )
 
         def in_order(output: Tensor) -> Tensor:
-            if len(output) != len(rows):
-                raise _not_in_order("outputs of several shapes")
-            if missing and not output.is_floating_point():
-                raise _not_in_order(f"{output.dtype}, and {missing} rows were never held out")
             ordered = output.new_full((self.rows, *output.shape[1:]), math.nan if missing else 0)
             ordered[rows] = output
             return ordered
 
-        if most > 1:
-            raise _not_in_order(f"a row that was held out {most} times")
-        outputs = join([fold.predictions for fold in self.folds])
-        if isinstance(outputs, list):
-            raise _not_in_order("outputs of several shapes")
         return change(outputs, torch.device("cpu"), in_order)
 
     def to_dict(self) -> dict[str, Any]:
@@ -214,15 +213,6 @@ class CrossValidation:
     def _values(self) -> dict[str, list[float]]:
         """Return each number of all folds, in their order."""
         return {name: [fold.numbers[name] for fold in self.folds] for name in self.folds[0].numbers}
-
-
-def _not_in_order(have: str) -> DataError:
-    return DataError(
-        "the predictions of the folds cannot be one tensor in the order of the data",
-        have=have,
-        want="folds that hold each row out once, and one shape for each row",
-        fix="the predictions of each fold, for its rows: folds[i].predictions, folds[i].rows",
-    )
 
 
 def _split(
@@ -395,24 +385,9 @@ def _prepared(prepare: Callable[..., Any] | None, sets: list[Any]) -> list[Any]:
     return list(given)
 
 
-def _refuse_watching(trainer: Trainer[Any]) -> None:
-    """Refuse a trainer that monitors validation numbers where there are no rows to validate on."""
-    early, checkpoint = trainer.early_stopping, trainer.checkpoint
-    watched = {"early_stopping": early and early.monitor, "checkpoint": checkpoint and checkpoint.best}
-    for slot, monitor in watched.items():
-        if monitor and monitor.startswith("val_"):
-            what = f"{slot} watches {monitor!r}, and the rows held out are never shown to fit: the choice would leak"
-            want = "a share of each fold's training rows to validate on"
-            raise SettingError(what, want=want, fix="cross_validate(..., validation=0.1)")
-
-
 def _check_settings(validation: Any, *, seed: Any, resume: Any) -> None:
     if validation is not None:
         written, what = f"cross_validate(validation={validation!r})", "a share of the training rows,"
         check_number(validation, written, above=0, below=1, what=what, fix="validation=0.1")
-    if seed is not None:
-        check_whole(seed, f"cross_validate(seed={seed!r})", least=None, fix="seed=0")
+    check_whole(seed, f"cross_validate(seed={seed!r})", least=None, fix="seed=0")
     check_choice(resume, "cross_validate", "resume", choices=(None, "auto"), fix='resume="auto"')
-    if resume is not None and seed is None:
-        what = 'resume="auto" without a seed: a new seed gives other folds than those of the first run'
-        raise SettingError(what, fix='cross_validate(..., seed=0, resume="auto")')

@@ -46,7 +46,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     optimizer: Callable[..., Any] | Literal["auto"] = "auto"
     lr: float = 1e-3
     epochs: int = 50
-    batch_size: int | Literal["all"] = 32
+    batch_size: int = 32
     validation: float | None = None
     trainer_params: Mapping[str, Any] | None = None
     dtype: str = "float32"
@@ -91,10 +91,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
                 classes = target if is_classifier(self) else None
                 split: Any = train_test_split(*train, test_size=self.validation, random_state=seed, stratify=classes)
                 train, val = tuple(split[::2]), tuple(split[1::2])
-            size = self._batch_rows(len(train[0]))
             result = trainer.fit(
-                batches(train, size, shuffle=True, seed=seed),
-                None if val is None else batches(val, size),
+                batches(train, self.batch_size, shuffle=True, seed=seed),
+                None if val is None else batches(val, self.batch_size),
                 epochs=self.epochs,
             )
         self.history_, self.module_ = result.history, trainer.model
@@ -130,13 +129,8 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         given = self.trainer_params or {}
         settings = {name: given[name] for name in ("device", "precision") if name in given}
         predictor = Trainer(self.module_, console=False, parallel=None, **settings)
-        output: Tensor = predictor.predict(X, batch_size=max(1024, self._batch_rows(len(X))))
+        output: Tensor = predictor.predict(X, batch_size=max(1024, self.batch_size))
         return output
-
-    def _batch_rows(self, rows: int) -> int:
-        if isinstance(self.batch_size, str) and self.batch_size != "all":
-            raise SettingError(f"batch_size={self.batch_size!r}", want='a whole number, or "all"')
-        return rows if isinstance(self.batch_size, str) else self.batch_size
 
     def _numpy_dtype(self) -> Any:
         if self.dtype not in ("float32", "float64"):
@@ -171,7 +165,7 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
         optimizer: A class of torch's, a partial of one, or `sgd` and its like, given `lr`. "auto" is `adamw`.
         lr: The rate.
         epochs: The number of epochs.
-        batch_size: Rows per batch, or "all".
+        batch_size: Rows per batch; all rows where there are fewer.
         validation: A share of the rows to validate on.
         trainer_params: Other arguments of the `Trainer`.
         dtype: The dtype of module and inputs.
@@ -218,7 +212,7 @@ class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
         optimizer: A class of torch's, a partial of one, or `sgd` and its like, given `lr`. "auto" is `adamw`.
         lr: The rate.
         epochs: The number of epochs.
-        batch_size: Rows per batch, or "all".
+        batch_size: Rows per batch; all rows where there are fewer.
         validation: A share of the rows to validate on.
         trainer_params: Other arguments of the `Trainer`.
         dtype: The dtype of module and inputs.
@@ -227,8 +221,7 @@ class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
 
     def predict(self, X: Any) -> Array:
         """Return a value for each row, or (rows, n_outputs) where `y` had columns; float64."""
-        output = self._outputs(X)
-        values: Array = output.double().numpy()
+        values: Array = self._outputs(X).double().numpy()
         return values.ravel() if self._is_flat else values
 
     def _read_target(self, y: Array) -> tuple[Array, int]:

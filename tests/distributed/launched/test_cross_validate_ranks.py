@@ -9,14 +9,14 @@ import torch
 from torch import nn
 
 from distributed.pool import pool
-from trainwright import SettingError, Trainer, accuracy
+from trainwright import Trainer, accuracy
 from trainwright.tools import CrossValidation, cross_validate
 
 x = torch.randn(45, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
 y = (x.sum(1) > 0.5).long()
 
 
-def validated(seed: int | None) -> CrossValidation:
+def validated(seed: int) -> CrossValidation:
     """Five folds of nine rows, on whatever processes there are."""
 
     def make() -> Trainer[Any]:
@@ -37,20 +37,9 @@ def by_each(seed: int) -> tuple[dict[str, Any], Any]:
     }, found.predictions
 
 
-def without_a_seed() -> str:
-    """The error of a rank."""
-    with pytest.raises(SettingError) as caught:
-        validated(None)
-    return str(caught.value)
-
-
 def test_every_rank_gets_the_result_of_one_process() -> None:
     expected, outputs = by_each(3)
     for result, predictions in pool(2).run(by_each, 3):
         assert result["rows"] == expected["rows"]
         assert result["mean"] == pytest.approx(expected["mean"]) and result["std"] == pytest.approx(expected["std"])
         torch.testing.assert_close(predictions, outputs)
-
-
-def test_a_missing_seed_is_refused_on_every_rank() -> None:
-    assert all("each would draw its own" in result for result in pool(2).run(without_a_seed))
