@@ -10,7 +10,7 @@ from compiling import Net, build, by, data, same, weights
 from torch import nn
 
 from trainwright import Checkpoint, Fast, Observer, SettingError, Trainer, adamw, batches
-from trainwright.acceleration.layout import SHAPES, is_convolutional, may_time, timed_by_cudnn
+from trainwright.acceleration.switches import SHAPES, is_convolutional, may_time, timed_by_cudnn
 from trainwright.optim.fused import dtype_broken_in_sgd
 from trainwright.optim.named import fused_hint
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from trainwright.distributed.rendezvous import own_part
+from trainwright.distributed.environment import own_part
 
 
 @pytest.fixture

@@ -27,8 +27,7 @@ from trainwright.optim import Lamb
 from trainwright.tools import advising
 from trainwright.tools import techniques as offered
 from trainwright.tools.advising import FEWEST, SEVERAL, Effect, effect_of, noise_of, slow_loader
-from trainwright.tools.techniques import Technique, process_settings, techniques
-from trainwright.tools.timing import Phases, peak_memory
+from trainwright.tools.techniques import Phases, Technique, peak_memory, process_settings, techniques
 from trainwright.tools.trial import open_afresh, traceless
 
 # recorded on a shared machine with two busy neighbours, by the clock: the trainer against itself, and a switch that
@@ -162,7 +161,7 @@ CLOCK = SimulatedClock()
 def simulated_clocks():
     clocks = SimpleNamespace(perf_counter=lambda: CLOCK.wall, process_time=lambda: CLOCK.cpu)
     with pytest.MonkeyPatch.context() as patch:
-        for name in ("advising", "timing"):
+        for name in ("advising", "techniques"):
             patch.setattr(sys.modules[f"trainwright.tools.{name}"], "time", clocks)
         yield
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from trainwright import Fast, NonFiniteError, Trainer, batches
-from trainwright.acceleration.layout import may_time
+from trainwright.acceleration.switches import may_time
 from trainwright.tools import anomaly, deterministic
 from trainwright.tools.debug import WORKSPACE
 

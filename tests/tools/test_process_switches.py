@@ -7,7 +7,7 @@ import warnings
 import pytest
 import torch
 
-from trainwright.tools.process_switches import switches_restored
+from trainwright.tools.trainer_snapshot import switches_restored
 
 NEW = hasattr(torch.backends.cudnn, "conv") and hasattr(torch.backends.cudnn.conv, "fp32_precision")
 

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from trainwright import EMA, DataError, Fast, Observer, SettingError, Trainer, accuracy, batches, find_lr
-from trainwright.tools.process_switches import flushes_denormal
+from trainwright.tools.trainer_snapshot import flushes_denormal
 from trainwright.tools.trial import ready, traceless, variant
 from trainwright.update import snapshot
 

@@ -1,7 +1,7 @@
 """Why did a step fail? Notes on exceptions, the origin of a NaN, and warnings about the first batch.
 
-- `rules.py`: the table of rules that explain errors; its docstring shows how to add a rule in three steps.
-- `causes.py`: the functions of that table, each of which recognizes one cause and names the fix.
+- `rules.py`: the rules that explain errors, each of which recognizes one cause and names the fix, and their table; its
+  docstring shows how to add a rule in three steps.
 - `frames.py`: reads the traceback once into a `Failure`, the record of facts that rules read.
 - `explain.py`: adds one note to an exception of a step: which batch, its shapes, the cause and the fix.
 - `not_finite.py`: finds where a loss or a gradient stopped being finite: batch, weights, forward or backward.

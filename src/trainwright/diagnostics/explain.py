@@ -82,7 +82,7 @@ def _name_the_step(error: StepError, trainer: Any) -> None:
     name = next((name for name in names if own[name]), None)
     if name is None or called.isdisjoint({"record", "grad_tensor"}) or _has_note(error):
         return
-    from trainwright.diagnostics.causes import explain_own_backward
+    from trainwright.diagnostics.rules import explain_own_backward
 
     code = getattr(type(trainer), name).__code__
     note = f"{NOTE}{type(trainer).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"

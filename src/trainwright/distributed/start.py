@@ -18,9 +18,17 @@ from typing import Any
 import torch
 
 from trainwright.core.errors import DistributedError, SettingError, message
-from trainwright.distributed.environment import Place, check_alone, read_environment
+from trainwright.distributed.environment import (
+    PAUSE,
+    Place,
+    WaitReport,
+    check_alone,
+    own_part,
+    read_environment,
+    share_store,
+    wait_for,
+)
 from trainwright.distributed.mesh import Parallel, checked_parallel, of_ranks
-from trainwright.distributed.rendezvous import PAUSE, WaitReport, own_part, share_store, wait_for
 from trainwright.distributed.world import Group, World
 
 LEAVE = 5.0

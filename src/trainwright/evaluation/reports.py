@@ -164,7 +164,7 @@ def _check_known_target(trainer: TrainerLike, batch: Any) -> None:
     """Refuse to use the last of many items as the target where no training step has used it as that."""
     if not isinstance(batch, tuple | list) or len(batch) < 3:
         return
-    from trainwright.diagnostics.causes import splits_in_training
+    from trainwright.diagnostics.rules import splits_in_training
 
     if not splits_in_training(trainer):
         raise SettingError(

@@ -11,8 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from trainwright.acceleration.layout import align_state
-from trainwright.acceleration.switches import speed_up
+from trainwright.acceleration.switches import align_state, speed_up
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import DamagedError, Loaded, load_checkpoint, without_slot
 from trainwright.checkpointing.manager import CheckpointManager

@@ -1,7 +1,7 @@
 """`advise`: tries techniques of efficient training on the user's own model and data, in turns, and judges each.
 
-The verdicts are in `Effect`, the printed report in `Advice`. Three files serve it: `techniques` (what is tried),
-`timing` (how a block of updates is measured) and `findings` (mistakes seen in a few updates).
+The verdicts are in `Effect`, the printed report in `Advice`. Two files serve it: `techniques` (what is tried,
+and how a block of updates is measured) and `findings` (mistakes seen in a few updates).
 """
 
 from __future__ import annotations
@@ -20,8 +20,16 @@ from trainwright.core.errors import first_line
 from trainwright.core.suggestions import suggests
 from trainwright.observers.table import aligned
 from trainwright.tools.findings import Finding, findings
-from trainwright.tools.techniques import Technique, process_settings, techniques
-from trainwright.tools.timing import Block, Phases, measure_phases, peak_memory, run_block
+from trainwright.tools.techniques import (
+    Block,
+    Phases,
+    Technique,
+    measure_phases,
+    peak_memory,
+    process_settings,
+    run_block,
+    techniques,
+)
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
 from trainwright.tools.trial import check_trainer, compact, data_state_restored, open_afresh, ready, traceless
 from trainwright.trainer import Trainer

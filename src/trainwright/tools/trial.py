@@ -29,8 +29,7 @@ from trainwright.metrics.metric_set import MetricSet
 from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name
 from trainwright.precision.mixed_precision import as_precision
-from trainwright.tools.process_switches import switches_restored
-from trainwright.tools.trainer_snapshot import TrainerSnapshot
+from trainwright.tools.trainer_snapshot import TrainerSnapshot, switches_restored
 from trainwright.trainer import HOOKS, Trainer
 from trainwright.update.loss_tracker import LossTracker
 from trainwright.update.nonfinite_policy import as_policy

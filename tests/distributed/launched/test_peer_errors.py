@@ -13,9 +13,9 @@ from torch import nn
 
 from trainwright import DDP, DistributedError, Trainer, batches
 from trainwright.core.progress import Counters
-from trainwright.distributed import peer_errors
+from trainwright.distributed import peer_watch
 from trainwright.distributed.launch import launch
-from trainwright.distributed.peer_errors import Cause, Heartbeat, error_text
+from trainwright.distributed.peer_watch import Cause, Heartbeat, error_text
 from trainwright.update.per_rank_state import position_text
 
 HERE = Path(__file__)
@@ -89,7 +89,7 @@ def test_an_error_that_follows_from_another_ranks_has_the_line_that_waited() -> 
     try:
         torch.zeros(2).view(3)
     except RuntimeError as error:
-        here = peer_errors.line_of(error)
+        here = peer_watch.line_of(error)
     assert here == f"test_peer_errors.py:{line_of('torch.zeros(2).view(3)')}"
     assert f"  have  rank 1 on a, process 3\n        this process waited at {here}\n" in error_text(cause, 7, here=here)
 

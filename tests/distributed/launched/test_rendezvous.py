@@ -10,7 +10,7 @@ import pytest
 
 from distributed.launched.programs_run import free_port
 from trainwright import DDP
-from trainwright.distributed import rendezvous
+from trainwright.distributed import environment
 from trainwright.distributed.launch import launch
 from trainwright.distributed.start import as_world
 
@@ -27,7 +27,7 @@ def come(late: int, port: int | None, log: str) -> None:
         while "waits" not in file.read_text() and time.monotonic() < end:
             time.sleep(0.05)
     else:
-        rendezvous.REPORT_AFTER = 0.3
+        environment.REPORT_AFTER = 0.3
         os.dup2(os.open(file, os.O_WRONLY | os.O_APPEND), 2)
     as_world(DDP(timeout=20)).barrier()
 
