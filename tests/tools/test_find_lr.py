@@ -11,6 +11,7 @@ from torch import nn
 
 from trainwright import Fast, SettingError, Trainer, batches
 from trainwright.schedules import Linear
+from trainwright.tools import lr_search
 from trainwright.tools.lr_search import find_lr, read
 
 
@@ -41,18 +42,14 @@ def ready(*, size=16, number=96):
 # What is measured
 
 
-@pytest.mark.parametrize("spacing", ["exponential", "linear"])
-def test_rates_and_losses_are_those_of_a_plain_loop(spacing):
+def test_rates_and_losses_are_those_of_a_plain_loop():
     model, data, number = network(), ready(), 20
     twin = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
-    found = find_lr(
-        made(model, optimizer, clip=1.0, accumulate=2), data, lowest=1e-3, highest=0.1, updates=number, spacing=spacing
-    )
+    found = find_lr(made(model, optimizer, clip=1.0, accumulate=2), data, lowest=1e-3, highest=0.1, updates=number)
     plain = torch.optim.SGD(twin.parameters(), lr=0.5, momentum=0.9)
     for update in range(number):
-        share = update / (number - 1)
-        rate = 1e-3 * 100**share if spacing == "exponential" else 1e-3 + 0.099 * share
+        rate = 1e-3 * 100 ** (update / (number - 1))
         plain.param_groups[0]["lr"] = found.rates[update]
         assert found.rates[update] == pytest.approx(rate, rel=1e-12)
         pair = [data[(2 * update + k) % len(data)] for k in range(2)]
@@ -145,11 +142,6 @@ def test_it_stops_where_the_loss_is_not_finite():
     assert json.loads(json.dumps(found.to_dict()))["suggestion"] is None
 
 
-def test_diverges_is_how_much_is_borne():
-    trainer, data = steep()
-    assert len(find_lr(trainer, data, diverges=1.5).rates) < len(find_lr(trainer, data, diverges=1e4).rates)
-
-
 # What it suggests
 
 
@@ -187,11 +179,12 @@ def test_targets_of_chance_suggest_none(seed):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_to_come_back_from_an_explosion_is_no_fall(seed):
+def test_to_come_back_from_an_explosion_is_no_fall(seed, monkeypatch):
+    monkeypatch.setattr(lr_search, "DIVERGES", 1e30)
     model = network(seed=seed)
     trainer = made(model, torch.optim.SGD(model.parameters(), lr=1e-3))
     with pytest.warns(UserWarning, match="suggests no rate"):
-        found = find_lr(trainer, ready(), lowest=1e3, highest=1e9, diverges=1e30)
+        found = find_lr(trainer, ready(), lowest=1e3, highest=1e9)
     assert len(found.losses) > 16
     assert max(found.losses) > 10 * found.losses[0]
 
@@ -209,9 +202,9 @@ def test_a_fall_at_either_end_is_said():
 def test_smoothing_keeps_a_straight_line_and_does_not_lag():
     rates = [10 ** (k / 10) for k in range(50)]
     losses = [5 - 0.1 * k for k in range(50)]
-    found = read(rates, losses, exponential=True, stopped="")
+    found = read(rates, losses, stopped="")
     assert found.smoothed == pytest.approx(losses)
-    valley = read(rates, [abs(k - 30) / 10 for k in range(50)], exponential=True, stopped="")
+    valley = read(rates, [abs(k - 30) / 10 for k in range(50)], stopped="")
     assert valley.smoothed.index(min(valley.smoothed)) == 30
     assert valley.tenth == pytest.approx(rates[30] / 10)
 
@@ -226,13 +219,11 @@ def test_smoothing_keeps_a_straight_line_and_does_not_lag():
     ("settings", "says"),
     [
         ({"lowest": 0}, "lowest=0, highest=10.0"),
-        ({"lowest": -1, "spacing": "linear"}, "lowest=-1"),
+        ({"lowest": -1}, "lowest=-1"),
         ({"lowest": 1.0, "highest": 0.1}, "the highest above the lowest"),
         ({"highest": math.inf}, "highest=inf"),
         ({"updates": 15}, "at least 16"),
         ({"updates": 20.0}, "a whole number"),
-        ({"spacing": "log"}, '"exponential" or "linear"'),
-        ({"diverges": 1}, "above 1"),
     ],
 )
 def test_settings_that_make_no_sweep_are_refused(settings, says):

@@ -16,7 +16,7 @@ from trainwright.tools import overfit_batches, smoke_run
 
 pytestmark = pytest.mark.usefixtures("little_to_collect")
 TOOLS = {
-    "find_lr": partial(find_lr, highest=1.0, diverges=100.0),
+    "find_lr": partial(find_lr, highest=1.0),
     "find_batch_size": partial(find_batch_size, budget=2**20, most=64),
     "overfit_batches": partial(overfit_batches, updates=8),
     "smoke_run": smoke_run,

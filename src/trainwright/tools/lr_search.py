@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import Any, Literal
+from typing import Any
 
 from torch import Tensor
 
-from trainwright.core.checks import check_choice, check_number, check_whole
+from trainwright.core.checks import check_whole
 from trainwright.core.errors import SettingError
 from trainwright.core.records import Update
 from trainwright.core.rng import rng_preserved
@@ -27,6 +27,8 @@ FEWEST = 16
 """The fewest updates of a curve."""
 CLEAR = 3.0
 """The least fall of the loss, as a multiple of its noise; it must also be 1 % of the loss."""
+DIVERGES = 4.0
+"""A sweep ends where the running mean of the loss is more than so many times its best, and above its first."""
 SLACK = 3.0
 """The least ratio of the rate of the lowest loss to the suggestion."""
 _RULE = "where the smoothed loss falls fastest, but at most a third of the rate where it is lowest"
@@ -81,16 +83,15 @@ def find_lr(
     lowest: float = 1e-7,
     highest: float = 10.0,
     updates: int = 100,
-    spacing: Literal["exponential", "linear"] = "exponential",
-    diverges: float = 4.0,
     batch_size: int | None = None,
 ) -> LRRange:
     """Train at a rising rate until the loss diverges, restore everything, and suggest a rate (Smith 2015).
 
     The updates are those of `trainer.fit(train, batch_size=batch_size)` with the trainer's precision, clipping and
-    accumulation. The rate of the first parameter group rises from `lowest` to `highest`, those of others in proportion.
-    Model, optimizer, random states, data order, modes and counters are as before, also after an error. A UserWarning
-    where the curve gives no suggestion.
+    accumulation. The rate of the first parameter group rises from `lowest` to `highest` by equal factors, which shows
+    all magnitudes, those of others in proportion. The sweep ends early where the loss is not finite, or its running
+    mean is more than 4 times its best and above its first. Model, optimizer, random states, data order, modes and
+    counters are as before, also after an error. A UserWarning where the curve gives no suggestion.
 
     Args:
         trainer: The trainer.
@@ -98,10 +99,6 @@ def find_lr(
         lowest: The first rate.
         highest: The last rate.
         updates: The number of updates.
-        spacing: "exponential" raises the rate by equal factors, which shows all magnitudes; "linear" as in Smith (arXiv
-            1506.01186).
-        diverges: The sweep ends where the running mean of the loss is more than so many times its best, and above its
-            first; or where the loss is not finite.
         batch_size: As for `fit`.
 
     Raises:
@@ -109,16 +106,20 @@ def find_lr(
         DataError: For data that can be read only once.
     """
     check_trainer(trainer, "find_lr")
-    _check(lowest, highest, updates=updates, spacing=spacing, diverges=diverges)
+    _check(lowest, highest, updates=updates)
     _refuse_schedulers(trainer)
     own = _own_rate(trainer)
-    raised = Raised(lowest, highest, updates=updates, exponential=spacing == "exponential")
+
+    def raised(update: int, _: int) -> float:
+        rate: float = lowest * (highest / lowest) ** min(1.0, update / (updates - 1))
+        return rate / own
+
     source = open_afresh(train, batch_size=batch_size)
     with traceless(trainer), data_state_restored(train), rng_preserved(source.generators):
-        sweep = Sweep(diverges)
+        sweep = Sweep()
         twin = variant(
             trainer,
-            schedule=_for_all(trainer, lambda update, _: raised(update) / own),
+            schedule=_for_all(trainer, raised),
             observers=[sweep],
             on_nonfinite="ignore",  # a loss that is not finite ends the sweep
             fast=replace(trainer.fast, compile=None),  # the sweep is too short to pay for compiling
@@ -126,40 +127,21 @@ def find_lr(
         sweep.stop = twin.stop
         result = twin.fit(source.independent_copy(), max_updates=updates)
     ended = "the highest rate was reached" if len(sweep.rates) == updates else result.stopped
-    found = read(sweep.rates, sweep.losses, exponential=raised.exponential, stopped=sweep.diverged or ended)
+    found = read(sweep.rates, sweep.losses, stopped=sweep.diverged or ended)
     if found.suggestion is None:
         warnings.warn(f"find_lr suggests no rate: {found.rule}", stacklevel=3)
     return found
 
 
-@dataclass(frozen=True, slots=True)
-class Raised:
-    """The rate of each update of a sweep, from the lowest at 0 to the highest at the last."""
-
-    lowest: float
-    highest: float
-    updates: int
-    exponential: bool
-
-    def __call__(self, update: int) -> float:
-        """Return the rate of this update."""
-        share = min(1.0, update / (self.updates - 1))
-        if self.exponential:
-            ratio: float = (self.highest / self.lowest) ** share
-            return self.lowest * ratio
-        return self.lowest + (self.highest - self.lowest) * share
-
-
 class Sweep(Observer):
     """Records the loss at each rate, and stops the run where it diverges."""
 
-    def __init__(self, diverges: float) -> None:
+    def __init__(self) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.diverged = ""
         """The divergence in words; empty where there is none."""
         self.stop: Callable[[str], None] = lambda _: None
-        self._diverges = diverges
         self._best = math.inf
         self._mean = 0.0
 
@@ -179,9 +161,9 @@ class Sweep(Observer):
         kept = min(0.9, 1 - 1 / done)  # the plain mean of the first ten
         self._mean = kept * self._mean + (1 - kept) * update.loss
         self._best = min(self._best, self._mean)
-        too_high = self._best + (self._diverges - 1) * abs(self._best)
+        too_high = self._best + (DIVERGES - 1) * abs(self._best)
         if done >= FEWEST and self._mean > max(too_high, self.losses[0]):
-            times = f"more than {self._diverges:g} times its best"
+            times = f"more than {DIVERGES:g} times its best"
             self._end(f"the loss is {times}, {self._best:.3g}, at a rate of {update.lr:.3g}")
 
     def _end(self, reason: str) -> None:
@@ -189,10 +171,10 @@ class Sweep(Observer):
         self.stop(reason)
 
 
-def read(rates: Sequence[float], losses: Sequence[float], *, exponential: bool, stopped: str) -> LRRange:
+def read(rates: Sequence[float], losses: Sequence[float], *, stopped: str) -> LRRange:
     """Return the suggestion of the losses at rising rates."""
     rates, losses = tuple(rates), tuple(losses)
-    places = [math.log10(rate) for rate in rates] if exponential else rates
+    places = [math.log10(rate) for rate in rates]
     lines = _lines(places, losses, half=max(2, len(rates) // 16))
     smoothed = tuple(height for height, _ in lines)
     seen: dict[str, Any] = {"rates": rates, "losses": losses, "smoothed": smoothed, "stopped": stopped}
@@ -277,10 +259,8 @@ def _for_all(trainer: Trainer[Any], schedule: Callable[[int, int], float]) -> An
     return schedule if names == [ONLY] else dict.fromkeys(names, schedule)
 
 
-def _check(lowest: float, highest: float, *, updates: int, spacing: str, diverges: float) -> None:
-    check_choice(spacing, "find_lr", "spacing", choices=("exponential", "linear"))
-    if not (lowest > 0 or (lowest == 0 and spacing == "linear")) or not lowest < highest < math.inf:
+def _check(lowest: float, highest: float, *, updates: int) -> None:
+    if not 0 < lowest < highest < math.inf:
         what = f"find_lr(lowest={lowest!r}, highest={highest!r})"
         raise SettingError(what, want="rates above 0, the highest above the lowest", fix="lowest=1e-7, highest=10")
     check_whole(updates, f"find_lr(updates={updates!r})", least=FEWEST)
-    check_number(diverges, f"find_lr(diverges={diverges!r})", above=1, what="times the best loss,", fix="diverges=4")
