@@ -23,10 +23,6 @@ if TYPE_CHECKING:
     from trainwright.observers.probes import ModelStatistics
     from trainwright.observers.throughput import Speed
 
-LONGEST_LINE = 1 << 26
-"""The most bytes of a line: a file with a longer one, or without line ends, is no journal."""
-_DEEPEST = 32
-"""The most levels of a record; written ones have at most four."""
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 """First characters of a cell that a spreadsheet reads as a formula."""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
@@ -53,9 +49,9 @@ class Journal(Observer):
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
         self.path = local_path(path, "Journal({})", file=True)
-        if kind := _irregular(self.path):
+        if self.path.exists() and not self.path.is_file():
             want, fix = "a regular file, which a resume reads back", 'Journal("runs/journal.jsonl")'
-            raise SettingError(f"Journal({str(self.path)!r})", have=kind, want=want, fix=fix)
+            raise SettingError(f"Journal({str(self.path)!r})", want=want, fix=fix)
         self._every = updates.n if isinstance(updates, Updates) else updates
         if not isinstance(self._every, int) or isinstance(self._every, bool) or self._every < 1:
             raise SettingError(
@@ -199,7 +195,7 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         path: The file of a `Journal`.
 
     Raises:
-        DataError: With the number of the line, for a line that is no record, and for a path that is no regular file.
+        DataError: With the number of the line, for a line that is no record.
     """
     return [record for _, record in _lines(local_path(path, "read_journal({})", reads=True, file=True))]
 
@@ -231,31 +227,19 @@ def _cell(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
-def _irregular(path: Path) -> str:
-    """Return the kind of what exists at a path that is no regular file; empty for a file, and where nothing exists."""
-    if not os.path.exists(path) or os.path.isfile(path):
-        return ""
-    return "a directory" if os.path.isdir(path) else "a device, a pipe or a socket"
-
-
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
     """Return the records, each with the offset of its line in bytes."""
-    if kind := _irregular(path):
-        what = f"{path} cannot be read as a journal"
-        raise DataError(what, have=kind, want="a regular file", where=False)
     records: list[tuple[int, dict[str, Any]]] = []
     with path.open("rb") as file:
-        left = os.fstat(file.fileno()).st_size  # a file that grows is read up to here
-        while left > 0 and (line := file.readline(min(LONGEST_LINE, left))):
+        while line := file.readline():
             if not _is_torn(line):
                 records.append((file.tell() - len(line), _record(line, path, len(records) + 1)))
-            left -= len(line)
     return records
 
 
 def _is_torn(line: bytes) -> bool:
     """Return whether a line is a record cut off by a crash, or the zeros that a power failure leaves."""
-    if line.endswith(b"\n") or len(line) >= LONGEST_LINE:
+    if line.endswith(b"\n"):
         return False
     line, head = line.rstrip(b"\0"), b'{"event":'
     return not _is_json(line) and (line.startswith(head) or head.startswith(line))
@@ -272,7 +256,7 @@ def _is_json(line: bytes) -> bool:
 def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
     """Return the record of a line. DataError where there is none, or where its counters are no counts."""
     try:
-        record = _read_back(_json(line))
+        record = _read_back(json.loads(line))
         why = _fault(record)
     except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits, nested too deeply
         record, why = {}, f"no JSON: {error}"
@@ -283,12 +267,6 @@ def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
         raise DataError(what, have=why, want=want, fix=fix, where=False)
     found: dict[str, Any] = record
     return found
-
-
-def _json(line: bytes) -> Any:
-    if len(line) >= LONGEST_LINE:
-        raise ValueError(f"over {LONGEST_LINE >> 20} MiB without a line end")
-    return json.loads(line)
 
 
 def _fault(record: Any) -> str:
@@ -311,7 +289,7 @@ def _end_last_line(path: Path) -> None:
     DataError where the file does not begin and end with a record: it is no journal, and is not changed.
     """
     with path.open("rb+") as file:
-        first = file.readline(LONGEST_LINE)
+        first = file.readline()
         if first.endswith(b"\n"):
             _record(first, path, 1)
         last = _after_last_line_end(file)
@@ -324,12 +302,11 @@ def _end_last_line(path: Path) -> None:
 
 
 def _after_last_line_end(file: BinaryIO) -> bytes:
-    """Return the bytes after the last line end, `LONGEST_LINE` at most."""
-    begin, found = file.seek(0, os.SEEK_END), b""
-    while begin > 0 and b"\n" not in found and len(found) < LONGEST_LINE:
-        size = min(max(len(found), 1 << 16), begin)
-        begin = file.seek(begin - size)
-        found = file.read(size) + found
+    """Return the bytes after the last line end, read in larger and larger blocks from the end of the file."""
+    size, block, found = file.seek(0, os.SEEK_END), 1 << 16, b""
+    while b"\n" not in found and len(found) < size:
+        file.seek(max(0, size - block))
+        found, block = file.read(), 2 * block
     return found.rpartition(b"\n")[2]
 
 
@@ -390,15 +367,13 @@ def _as_strings(value: Any) -> Any:
     return [_as_strings(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _read_back(value: Any, depth: int = 0) -> Any:
-    """Return the value with the strings of `_as_strings` as numbers. ValueError where it is nested too deeply."""
+def _read_back(value: Any) -> Any:
+    """Return the value with the strings of `_as_strings` as numbers."""
     if isinstance(value, str):
         return _WORDS.get(value, value)
-    if depth > _DEEPEST:
-        raise ValueError(f"nested more than {_DEEPEST} levels deep")
     if isinstance(value, dict):
-        return {key: _read_back(inner, depth + 1) for key, inner in value.items()}
-    return [_read_back(inner, depth + 1) for inner in value] if isinstance(value, list) else value
+        return {key: _read_back(inner) for key, inner in value.items()}
+    return [_read_back(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
