@@ -66,7 +66,6 @@ def test_two_sizes_tell_the_model_and_the_third_is_what_it_foretells(monkeypatch
 def test_the_model_is_not_believed_far_beyond_what_was_measured(monkeypatch):
     made = found(monkeypatch, scarce())
     assert [one.rows for one in made.trials] == [8, 16, 256, 800]
-    assert found(monkeypatch, scarce(), share=0.5).rows == 400
 
 
 def test_a_model_that_is_wrong_is_found_out_by_the_trial(monkeypatch):
@@ -171,7 +170,6 @@ def test_the_longest_rows_of_the_data_are_measured(monkeypatch):
         ({"budget": 0}, "budget=0"),
         ({"most": 1.5}, "most=1.5"),
         ({"effective": True}, "effective=True"),
-        ({"share": 1.5}, "share=1.5"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(how, match):

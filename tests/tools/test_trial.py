@@ -201,11 +201,6 @@ def test_a_data_set_that_goes_on_where_it_was_left_is_refused_before_a_row_is_us
     assert len(list(used)) == len(list(whole))
 
 
-def test_a_setting_that_a_trial_has_not_is_refused():
-    with pytest.raises(SettingError, match="variant"):
-        variant(make(), batch_size=3)
-
-
 class Odd(nn.Linear):
     """Keeps what moves in every kind of attribute, and in a slot."""
 

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch.overrides
@@ -38,15 +38,6 @@ STATIC = 3
 """Shapes with a static graph each, in each mode; further shapes share one dynamic graph."""
 
 Shapes = tuple[tuple[int, ...], ...]
-
-
-class Looking(Protocol):
-    """A torch function mode that only observes; regions must not be compiled under it."""
-
-    @property
-    def seen(self) -> int:
-        """The number of observed calls."""
-        ...
 
 
 @dataclass(slots=True)
@@ -83,14 +74,15 @@ def compiled(
     options: dict[str, Any],
     *,
     is_short: Callable[[], bool] = lambda: False,
-    looks_on: type[Looking] | None = None,
+    looks_on: type[Any] | None = None,
 ) -> Iterator[Compiled]:
     """Compile inside; afterwards every module is called as before, also on an error.
 
     `regions`: "regional" (the blocks that the model repeats, or all of it), "full", or classes. `options` go to
     `torch.compile`. A call with fewer rows than earlier ones, as for the last batch of an epoch, runs uncompiled;
-    `is_short` returns whether the first call is such a one. Under a function mode of class `looks_on`, regions in
-    which the mode observes a call run uncompiled; the others are compiled without it.
+    `is_short` returns whether the first call is such a one. `looks_on`: a class of torch function modes that only
+    observe, and count in `seen` the calls that they have observed. Under such a mode, regions in which it observes a
+    call run uncompiled; the others are compiled without it.
     SettingError where a module is compiled already, or no module is of the classes.
     """
     _refuse_compiled(model)
@@ -131,7 +123,7 @@ class _Call:
         log: _Log,
         *,
         is_short: Callable[[], bool],
-        looks_on: type[Looking] | None,
+        looks_on: type[Any] | None,
     ) -> None:
         self._module, self._options, self._log = module, options, log
         self._plain = plain_call(module)

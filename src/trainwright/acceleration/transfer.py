@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from contextlib import AbstractContextManager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,54 +24,6 @@ SPECS = 4
 Spec = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
-class Event(Protocol):
-    """A point in the work of a stream."""
-
-    def record(self, stream: Any) -> None:
-        """Mark the end of all work that `stream` has been given so far."""
-
-    def synchronize(self) -> None:
-        """Block the host until that work is done."""
-
-
-class Lane(Protocol):
-    """The operations of an accelerator that slots use, so that their order can be tested without one."""
-
-    def computing(self) -> Any:
-        """Return the stream on which kernels run now."""
-
-    def event(self) -> Event:
-        """Return a new event, not recorded yet."""
-        ...
-
-    def wait(self, event: Event) -> None:
-        """Have later copies wait for `event`."""
-
-    def follow(self, stream: Any) -> None:
-        """Have later copies wait for all work that `stream` has been given so far."""
-
-    def lead(self, event: Event, stream: Any) -> None:
-        """Record `event` after all copies so far, and have `stream` wait for it."""
-
-    def pinned(self, like: Tensor) -> Tensor:
-        """Return pinned host memory for a tensor like this one."""
-        ...
-
-    def memory(self, like: Tensor) -> Tensor:
-        """Return accelerator memory for a tensor like this one, allocated on the computing stream."""
-        ...
-
-    def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a host tensor can be copied from without blocking the host."""
-        ...
-
-    def stage(self, pinned: Tensor, source: Tensor) -> None:
-        """Copy a host tensor into pinned memory, and return when that is done."""
-
-    def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy pinned memory to the accelerator after the copies so far, without blocking the host."""
-
-
 class Moving:
     """Moves nested batches to an accelerator as `device.move` does, while the step before computes.
 
@@ -83,7 +35,7 @@ class Moving:
     require a gradient or are of a subclass.
     """
 
-    def __init__(self, device: torch.device, lane: Lane | None = None) -> None:
+    def __init__(self, device: torch.device, lane: CudaLane | None = None) -> None:
         self.device = device
         self._lane = lane
         self._rings: OrderedDict[Spec, _Ring] = OrderedDict()
@@ -140,50 +92,49 @@ class Moving:
 
 
 class CudaLane:
-    """Streams, events and memory of a CUDA device."""
+    """Streams, events and memory of a CUDA device: all that slots use; tests put others in its place."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)
 
-    def computing(self) -> torch.cuda.Stream:
-        """Return the current stream of the device."""
+    def computing(self) -> Any:
+        """Return the stream on which kernels run now."""
         return torch.cuda.current_stream(self._device)
 
-    def event(self) -> Event:
-        """Return an event without timing; the host sleeps, and does not spin, while it waits for it."""
-        made: Event = torch.cuda.Event(blocking=True)
-        return made
+    def event(self) -> Any:
+        """Return a new event, without timing; the host sleeps, and does not spin, while it waits for it."""
+        return torch.cuda.Event(blocking=True)
 
     def wait(self, event: Any) -> None:
         """Have later copies wait for `event`."""
         self._copies.wait_event(event)
 
-    def follow(self, stream: torch.cuda.Stream) -> None:
+    def follow(self, stream: Any) -> None:
         """Have later copies wait for all work that `stream` has been given so far."""
         self._copies.wait_stream(stream)
 
-    def lead(self, event: Any, stream: torch.cuda.Stream) -> None:
+    def lead(self, event: Any, stream: Any) -> None:
         """Record `event` after all copies so far, and have `stream` wait for it."""
         event.record(self._copies)
         stream.wait_event(event)
 
     def pinned(self, like: Tensor) -> Tensor:
         """Return pinned host memory for a tensor like this one."""
-        with self._normal():
+        with _normal():
             return torch.empty_like(like, pin_memory=True)
 
     def memory(self, like: Tensor) -> Tensor:
-        """Return device memory for a tensor like this one, allocated on the current stream."""
-        with self._normal():
+        """Return device memory for a tensor like this one, allocated on the computing stream."""
+        with _normal():
             return torch.empty_like(like, device=self._device)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a host tensor is in pinned memory."""
+        """Return whether a host tensor can be copied from without blocking the host."""
         return tensor.is_pinned()
 
     def stage(self, pinned: Tensor, source: Tensor) -> None:
-        """Copy a host tensor into pinned memory."""
+        """Copy a host tensor into pinned memory, and return when that is done."""
         pinned.copy_(source)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
@@ -191,10 +142,11 @@ class CudaLane:
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
 
-    def _normal(self) -> AbstractContextManager[None]:
-        # A tensor made in inference mode could not be trained on when its memory is reused.
-        normal: AbstractContextManager[None] = torch.inference_mode(mode=False)
-        return normal
+
+def _normal() -> AbstractContextManager[None]:
+    # A tensor made in inference mode could not be trained on when its memory is reused.
+    normal: AbstractContextManager[None] = torch.inference_mode(mode=False)
+    return normal
 
 
 class _Ring:
@@ -204,7 +156,7 @@ class _Ring:
         self._slots: list[_Slot] = []
         self._next = 0
 
-    def next(self, lane: Lane, found: list[Tensor]) -> _Slot:
+    def next(self, lane: CudaLane, found: list[Tensor]) -> _Slot:
         if self._next == len(self._slots):
             self._slots.append(_Slot(lane, found))
         slot = self._slots[self._next]
@@ -215,7 +167,7 @@ class _Ring:
 class _Slot:
     """Host and device memory of one batch, and the events after which it may be written to."""
 
-    def __init__(self, lane: Lane, found: list[Tensor]) -> None:
+    def __init__(self, lane: CudaLane, found: list[Tensor]) -> None:
         self._host: list[Tensor | None] = [None] * len(found)
         self._memory = [lane.memory(one) for one in found]
         self._uses = [_Uses(one) for one in self._memory]
@@ -235,7 +187,7 @@ class _Slot:
         self._is_free = True
         return True
 
-    def fill(self, lane: Lane, stream: Any, found: list[Tensor]) -> list[Tensor]:
+    def fill(self, lane: CudaLane, stream: Any, found: list[Tensor]) -> list[Tensor]:
         """Copy these host tensors; return them on the accelerator."""
         if self._sources:
             self._ready.synchronize()  # earlier copies from this pinned memory: done, unless the host is far ahead
@@ -251,7 +203,7 @@ class _Slot:
         # A version counter of its own for each, as for a tensor that was moved.
         return [memory.data for memory in self._memory]
 
-    def _staged(self, lane: Lane, place: int, source: Tensor) -> Tensor:
+    def _staged(self, lane: CudaLane, place: int, source: Tensor) -> Tensor:
         if lane.is_pinned(source):
             return source
         host = self._host[place]
@@ -260,7 +212,7 @@ class _Slot:
         lane.stage(host, source)
         return host
 
-    def _replace_held(self, lane: Lane, found: list[Tensor]) -> None:
+    def _replace_held(self, lane: CudaLane, found: list[Tensor]) -> None:
         for place, use in enumerate(self._uses):
             if use.others():
                 self._memory[place] = lane.memory(found[place])

@@ -5,9 +5,9 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,33 +19,16 @@ from trainwright.core.trees import tensors_in
 T = TypeVar("T")
 
 
-class Peaks(Protocol):
-    """Measures the peak of memory in a context."""
-
-    what: str
-    """The name of the measured quantity."""
-    peak: int
-    """The peak in bytes of the last context, memory from before it included."""
-
-    refuses: bool
-    """Whether the device raises an out-of-memory error in time; if not, the caller must stay within a budget."""
-
-    def left(self) -> int | None:
-        """Return the bytes that all tensors may take, present ones included; None where that is unknown."""
-
-    def watching(self) -> AbstractContextManager[None]:
-        """Measure inside."""
-        ...
-
-
 class AllocatorPeaks:
     """The peak of torch's allocator on a CUDA device. Not run on a GPU yet."""
 
     what = "torch.cuda.max_memory_allocated"
     refuses = True
+    """Whether the device raises an out-of-memory error in time; if not, the caller must stay within a budget."""
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()) -> None:
         self._device, self.peak = device, 0
+        """The device, and the peak in bytes of the last context, memory from before it included."""
 
     def left(self) -> int | None:
         """Return the bytes that are free for this process, plus those of present tensors."""
@@ -97,6 +80,8 @@ class TensorPeaks:
     def _before(self) -> int:
         return sum(tensor.untyped_storage().nbytes() for tensor in self._known)
 
+
+Peaks = AllocatorPeaks | TensorPeaks
 
 PEAKS: dict[str, Callable[[torch.device, Iterable[Tensor]], Peaks]] = {"cuda": AllocatorPeaks}
 """The class that measures, by device type; TensorPeaks for others."""

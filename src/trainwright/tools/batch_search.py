@@ -25,6 +25,8 @@ from trainwright.trainer import Trainer
 from trainwright.update.trainer_like import networks_of
 
 MOST_TRIALS = 4
+SHARE = 0.9
+"""The share of the available memory that the predicted size may take."""
 LEAP = 16
 """The most by which the linear model extrapolates, as a multiple of the largest measured size."""
 LOOKED_AT = 8
@@ -103,14 +105,13 @@ def find_batch_size(
     budget: int | None = None,
     batch_size: int | None = None,
     most: int | None = None,
-    share: float = 0.9,
 ) -> LargestBatch:
     """Find the largest micro-batch that a trainer has memory for, in at most four trials; leaves no trace.
 
     Two sizes are measured, the rows of a batch of `train` and twice as many; memory = fixed + per_row * rows predicts
-    the largest, which is then tried. A trial is two updates with the trainer's precision, clip and optimizer. Larger
-    batches repeat the rows of a ready one. The learning rate is scaled from the present rows of an update: linearly for
-    SGD, by the square root for Adam.
+    the largest that fits in 0.9 of the memory, which is then tried. A trial is two updates with the trainer's
+    precision, clip and optimizer. Larger batches repeat the rows of a ready one. The learning rate is scaled from the
+    present rows of an update: linearly for SGD, by the square root for Adam.
 
     Args:
         trainer: The trainer.
@@ -119,14 +120,15 @@ def find_batch_size(
         budget: Bytes in all. None: the free memory of a CUDA device, half of it on a CPU.
         batch_size: As for `fit`.
         most: The most rows. None: those of the data.
-        share: The part of the available memory that may be used.
 
     Raises:
         SettingError: Where one row does not fit, or the available memory is unknown.
         DataError: For data that cannot be read again.
     """
     check_trainer(trainer, "find_batch_size")
-    _check(effective=effective, budget=budget, most=most, share=share)
+    for name, value in {"effective": effective, "budget": budget, "most": most}.items():
+        if value is not None:
+            check_whole(value, f"find_batch_size({name}={value!r})", fix=f"{name}=1024")
     batch, rows = _largest_of(ready(trainer, train, updates=LOOKED_AT, batch_size=batch_size))
     with rng_preserved():  # data may be a function that draws
         of_data = open_afresh(train, batch_size=batch_size).rows
@@ -143,7 +145,7 @@ def find_batch_size(
         # With accumulation the second micro-batch is added to the gradients of the first.
         k = 2 if effective is not None or accumulated > 1 else 1
         trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
-        search = _SizeSearch(trials, allowed=available * share, limits=limits)
+        search = _SizeSearch(trials, allowed=available * SHARE, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
         search.run(rows, room=room)
     return _result(trainer, search, before=rows * accumulated, effective=effective, budget=available)
@@ -346,13 +348,6 @@ def _known(trainer: Trainer[Any]) -> list[Tensor]:
     for optimizer in trainer.optimizers.values():
         found += [one for state in optimizer.state.values() for one in tensors_in(state)]
     return found
-
-
-def _check(*, share: float, **wholes: int | None) -> None:
-    for name, value in wholes.items():
-        if value is not None:
-            check_whole(value, f"find_batch_size({name}={value!r})", fix=f"{name}=1024")
-    check_number(share, f"find_batch_size(share={share!r})", above=0, most=1, what="a share", fix="share=0.9")
 
 
 @suggests

@@ -23,10 +23,9 @@ from trainwright.data.opening import open_source
 from trainwright.data.row_batches import Batches
 from trainwright.distributed.mesh import Parallel
 from trainwright.distributed.world import World
-from trainwright.fit.arguments import bound_hooks, checked_fast, checked_metrics, checked_observers, checked_schedule
+from trainwright.fit.arguments import bound_hooks, checked_metrics, checked_schedule
 from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
-from trainwright.optim.clip import as_clip
 from trainwright.optim.named import by_name
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.tools.trainer_snapshot import TrainerSnapshot, switches_restored
@@ -76,9 +75,7 @@ def variant(trainer: T, **settings: Any) -> T:
     twin = copy.copy(trainer)
     twin.world, twin.parallel = World(), Parallel()
     for name, value in {**_LEFT_OUT, **settings}.items():
-        if name not in _SETTINGS:
-            raise SettingError(f"variant({name}=...)", want=f"one of {', '.join(sorted(_SETTINGS))}")
-        setattr(twin, name, _SETTINGS[name](twin, value))
+        setattr(twin, name, _READ[name](twin, value) if name in _READ else value)
     twin._hooks = bound_hooks(twin, overridden(type(twin), Trainer, HOOKS))
     twin._record, twin._counters, twin.history = StageRecord(warns=False), Counters(), []
     twin._tracker = LossTracker(MetricSet(twin.metrics, training=True) if twin.metrics else None, twin._hooks)
@@ -91,22 +88,14 @@ _LEFT_OUT: dict[str, Any] = dict.fromkeys(("checkpoint", "early_stopping", "sche
     "observers": (),
     "metrics": None,
 }
-_SETTINGS: dict[str, Any] = {
+_READ: dict[str, Any] = {
     "precision": lambda twin, value: as_precision(value, twin.device),
     "accumulate": lambda _, value: accumulation(value),
-    "clip": lambda twin, value: by_name(value, as_clip, slot="clip", optimizers=twin.optimizers),
     "schedule": lambda twin, value: by_name(value, checked_schedule, slot="schedule", optimizers=twin.optimizers),
     "on_nonfinite": lambda _, value: as_policy(value),
-    "fast": lambda _, value: checked_fast(value),
     "metrics": lambda twin, value: checked_metrics(value, twin.world),
-    "observers": lambda _, value: checked_observers(value),
-    "average": lambda _, value: value,
-    "checkpoint": lambda _, value: value,
-    "early_stopping": lambda _, value: value,
-    "on_error": lambda _, value: value,
-    "on_oom": lambda _, value: value,
 }
-"""Functions that check each setting as the Trainer does."""
+"""How settings are read that the Trainer takes in several forms."""
 
 
 def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | None = None) -> list[Any]:
