@@ -196,7 +196,7 @@ class WindowSplitter:
         if self._random.changed:
             split += ", and noise such as dropout is drawn for each part"
         if self._unknown:
-            split += f"; that parts give the loss of the whole is not checked: {self._unknown}"
+            split += f"; that parts give the loss of the complete batch is not checked: {self._unknown}"
         cure = f"batches of {after} rows" if len(window.batches) == 1 else "smaller batches"
         self.split = f"{split}; {cure} with accumulate={k} do so from the start"
         self._news.append(self.split)
