@@ -1,4 +1,4 @@
-"""The commands and files of docs/guides/distributed.md run, and every way to start the same file prints the same.
+"""The commands and files of three guides (distributed, launching, fsdp) run; every way to start a file prints the same.
 
 What a cluster would set is set by hand: Slurm's and Kubeflow's variables, and the process group that Ray Train makes.
 """
@@ -18,7 +18,7 @@ import pytest
 from distributed.launched.programs_run import Ended, ended, free_port
 from test_docs import FENCE, ROOT
 
-PAGE = (ROOT / "docs" / "guides" / "distributed.md").read_text()
+PAGE = "".join((ROOT / "docs" / "guides" / f"{name}.md").read_text() for name in ("distributed", "launching", "fsdp"))
 SECONDS = 120
 LAST = re.compile(r"^test_loss \d\.\d{4}, test_accuracy \d\.\d{4}$", re.M)
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run"]
