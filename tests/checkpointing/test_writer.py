@@ -11,7 +11,9 @@ import threading
 import weakref
 
 import pytest
+import torch
 
+from trainwright.checkpointing.tensorfile import Contents
 from trainwright.checkpointing.writer import Writer
 
 
@@ -57,17 +59,21 @@ def test_a_system_exit_of_a_job_is_an_outcome(writer):
     assert isinstance(results(writer)[0], SystemExit)
 
 
-def test_a_reservation_runs_after_the_job_in_flight_and_only_the_latest_one(writer):
-    gate, order = Gate(), []
+def test_a_reservation_waits_for_the_job_in_flight_and_has_no_outcome(writer):
+    gate = Gate()
     writer.start(gate)
     assert gate.begun.wait(10)
-    writer.run_idle(lambda: order.append("old"))
-    writer.run_idle(lambda: order.append("new"))
+    writer.reserve({"state": Contents({"x": torch.ones(1000)}, {})})
+    assert writer.memory.size == 0
     gate.opened.set()
     writer.wait()
-    assert order == ["new"]
+    assert writer.memory.size == 4000
     assert results(writer) == [None]
-    writer.run_idle(lambda: 1 / 0)
+
+
+def test_an_error_of_a_reservation_is_an_outcome(writer, monkeypatch):
+    monkeypatch.setattr(writer.memory, "reserve", lambda *_: 1 / 0)
+    writer.reserve({})
     writer.wait()
     assert isinstance(results(writer)[0], ZeroDivisionError)
 

@@ -6,10 +6,12 @@ import mmap
 import os
 import threading
 import traceback
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
+from queue import Queue
 from typing import Any, Generic, TypeVar
 from weakref import WeakSet
 
@@ -53,28 +55,20 @@ class Writer(Generic[T]):
         self._name, self._async_save = name, async_save
         self._on_result = on_result
         """Called by the thread when a save has succeeded or failed."""
-        self._changed = threading.Condition()
-        self._save: Callable[[], T] | None = None
-        self._reservation: Callable[[], object] | None = None
-        self._last: Callable[[], object] | None = None
-        self._is_busy = self._has_begun = self._has_ended = False
-        self._outcomes: list[SaveOutcome[T]] = []
+        self._jobs: Queue[tuple[Callable[[], Any], bool] | None] = Queue()
+        """What the thread runs, in order, and whether it is a save, which has an outcome; None ends the thread."""
+        self._outcomes: deque[SaveOutcome[T]] = deque()
+        self._has_begun, self._ended = False, threading.Event()
+        self._last: Callable[[], object] = self.memory.free
         self._process = os.getpid()
 
     def reserve(self, files: Files) -> None:
-        """Allocate memory for copies of such files in the thread, when no save is in flight.
+        """Allocate memory for copies of such files in the thread, after the save in flight.
 
         Otherwise, or if the state has grown since, `submit` allocates it while training waits.
         """
         if self._async_save:
-            self.run_idle(partial(_reserve, self.memory, *memory_needs(files)))
-
-    def run_idle(self, reservation: Callable[[], object]) -> None:
-        """Run a reservation in the thread when no save is in flight; it replaces one that has not begun."""
-        with self._changed:
-            self._begin()
-            self._reservation = reservation
-            self._changed.notify_all()
+            self._put(partial(_reserve, self.memory, *memory_needs(files)), is_save=False)
 
     def submit(self, files: Files, write: Callable[[Files], T]) -> None:
         """Call `write` with copies of `files` in the thread, after the save in flight.
@@ -103,97 +97,70 @@ class Writer(Generic[T]):
 
     def start(self, save: Callable[[], T]) -> None:
         """Run a save in the thread, after the one in flight."""
-        with self._changed:
-            self.wait()
-            self._begin()
-            self._save = save
-            self._changed.notify_all()
+        self.wait()
+        self._put(save, is_save=True)
 
     def wait(self) -> None:
         """Wait until no save and no reservation is in flight."""
         if not self._is_own_process:
             return
-        with self._changed:
-            while self._is_busy or self._save is not None or self._reservation is not None:
-                self._changed.wait(_POLL)
+        with self._jobs.all_tasks_done:
+            while self._jobs.unfinished_tasks:
+                self._jobs.all_tasks_done.wait(_POLL)
 
     def outcomes(self) -> list[SaveOutcome[T]]:
         """Return the outcomes of the saves that ended since the last call, oldest first."""
-        with self._changed:
-            outcomes, self._outcomes = self._outcomes, []
-        return outcomes
+        return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def close(self, last: Callable[[], object], *, wait: bool = True) -> None:
         """Wait for the save in flight, then free the memory, call `last`, and end the thread.
 
         Without `wait` return at once if a save is in flight; the thread calls `last` after it.
         """
-        if not self._is_own_process:
+        if not self._is_own_process or self._ended.is_set():
             return
 
         def finish() -> None:
             self.memory.free()
             last()
 
-        with self._changed:
-            if not self._has_begun:
-                finish()
-                return
-            self._last = finish
-            self._changed.notify_all()
-            waits = wait or not (self._is_busy or self._save is not None)
-            while waits and not self._has_ended:
-                self._changed.wait(_POLL)
+        if not self._has_begun:
+            finish()
+            return
+        waits = wait or not self._jobs.unfinished_tasks
+        self._last = finish
+        self._jobs.put(None)
+        while waits and not self._ended.wait(_POLL):  # `join` counts an interrupted wait as the end of the thread
+            pass
 
     @property
     def _is_own_process(self) -> bool:
         """Whether this is the process of the thread; a forked child has no such thread, and must not wait for it."""
         return os.getpid() == self._process
 
-    def _begin(self) -> None:
+    def _put(self, job: Callable[[], Any], *, is_save: bool) -> None:
         if not self._is_own_process:
             raise RuntimeError("checkpoints are written by the process that called fit, not by one forked off in it")
+        self._jobs.put((job, is_save))
         if not self._has_begun:
             threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._has_begun = True
 
     def _work(self) -> None:
-        while self._work_once():
-            pass
-        assert self._last is not None
+        while (job := self._jobs.get()) is not None:
+            run, is_save = job
+            outcome = _run(run, BaseException)
+            del job, run  # no reference is left when the job counts as done
+            if is_save or outcome.error is not None:
+                self._outcomes.append(outcome)
+            self._jobs.task_done()
+            if is_save and self._on_result is not None:
+                self._on_result()
         try:
             self._last()
         finally:
-            with self._changed:
-                self._has_ended = True
-                self._changed.notify_all()
-
-    def _work_once(self) -> bool:
-        """Run one save or reservation and drop all references to it; return False after `close`."""
-        with self._changed:
-            while self._save is None and self._reservation is None:
-                if self._last is not None:
-                    return False
-                self._changed.wait()
-            save, reservation, self._is_busy = self._save, self._reservation, True
-            if save is not None:
-                self._save = None
-            else:
-                self._reservation = None
-        outcome: SaveOutcome[T] | None = None
-        if save is not None:
-            outcome = _run(save, BaseException)
-        elif reservation is not None:
-            reserved = _run(reservation, BaseException)
-            outcome = None if reserved.error is None else SaveOutcome(None, reserved.error)
-        del save, reservation
-        with self._changed:
-            self._outcomes += [] if outcome is None else [outcome]
-            self._is_busy = False
-            self._changed.notify_all()
-        if outcome is not None and self._on_result is not None:
-            self._on_result()
-        return True
+            self._jobs.task_done()
+            self._ended.set()
 
 
 def _warn_of_memory(files: Files, error: OSError) -> None:
