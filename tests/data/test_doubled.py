@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import warnings
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -14,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from trainwright import Trainer
 from trainwright.data import shard
-from trainwright.data.dataloader.workers import warn_of_duplicates
+from trainwright.data.dataloader.workers import same_bits, warn_of_duplicates
 
 ROWS = [(torch.randn(3, generator=torch.Generator().manual_seed(i)), torch.tensor([float(i)])) for i in range(24)]
 SAYS = "all 2 workers give the same batches: each reads all of Naive, and every row comes 2 times"
@@ -70,3 +73,42 @@ def test_only_two_rounds_that_differ_are_doubled_and_every_batch_is_given(number
         warnings.simplefilter("always")
         assert list(warn_of_duplicates(iter(given), workers=2, name="Naive")) == given
     assert len(caught) == told
+
+
+@dataclass
+class Both:
+    x: Any
+    y: Any
+
+
+BATCHES = [
+    torch.tensor([1.0, float("nan")]),
+    torch.tensor([1.0, -0.0]),
+    torch.tensor([1.0, 0.0]),
+    torch.tensor([1, 0]),
+    torch.zeros(2, 3),
+    torch.zeros(3, 2).t(),
+    torch.tensor([True]),
+    torch.tensor([1j]),
+    np.array([1.0]),
+    np.float32(1),
+    {"a": torch.ones(1)},
+    {"b": torch.ones(1)},
+    [torch.ones(1), "a"],
+    [torch.ones(1), "b"],
+    (torch.ones(1), "a", 1),
+    Both(torch.ones(1), None),
+    Both(torch.ones(1), 1.0),
+    1,
+    True,
+    float("nan"),
+]
+
+
+def test_batches_are_the_same_only_where_every_bit_is() -> None:
+    for number, one in enumerate(BATCHES):
+        for other, two in enumerate(copy.deepcopy(BATCHES)):
+            assert same_bits(one, two) == (number == other), (one, two)
+    assert not same_bits(object(), object())
+    assert not same_bits([object()], [object()])
+    assert not same_bits(torch.ones(2).to_sparse(), torch.ones(2).to_sparse())

@@ -11,11 +11,10 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from .judging import Verdict
@@ -68,12 +67,10 @@ def run(directory: Path, plan: Plan, *, processes: int = 2, restarts: int = 3, l
 
 
 @contextmanager
-def started(
-    command: Sequence[str], log: Path, environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[subprocess.Popen[bytes]]:
+def started(command: Sequence[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
     """Start a command in a session of its own; nothing of it is left afterwards, whatever state it is in."""
     clean = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    env = {**clean, "OMP_NUM_THREADS": "1", **environment}
+    env = {**clean, "OMP_NUM_THREADS": "1"}
     with log.open("wb") as file:
         process = subprocess.Popen(command, stdout=file, stderr=file, env=env, start_new_session=True)
     try:

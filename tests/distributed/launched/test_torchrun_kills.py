@@ -1,4 +1,4 @@
-"""What becomes of a job under torchrun whose processes are killed, fail, stop or get stuck."""
+"""What becomes of a job under torchrun whose processes are killed, fail or are told to end."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launched.programs_run import free_port
 from durability.torchrun import SCRIPT, Job, children_of, judged, run, started
 
 LIMIT = 240.0
@@ -52,44 +51,6 @@ def test_an_error_on_one_rank_ends_the_job_within_seconds_and_the_other_names_it
     assert "onnection closed" not in job.output, "what only follows from it is not shown"
     ended = (tmp_path / "job" / "log").stat().st_mtime
     assert ended - planned < 20, "it ends within seconds"
-
-
-def by_environment(directory: Path, plan: list[dict[str, object]], *, timeout: float) -> list[str]:
-    """Run two processes without a launcher until the first has ended; return their output.
-
-    torchrun itself would wait 30 seconds for a process that is stopped.
-    """
-    directory.mkdir()
-    where = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    command = [sys.executable, str(SCRIPT), str(directory), json.dumps(plan), str(timeout)]
-    logs = [directory / f"log-{rank}" for rank in range(2)]
-    with (
-        started(command, logs[0], {**where, "RANK": "0"}) as first,
-        started(command, logs[1], {**where, "RANK": "1"}),
-    ):
-        assert first.wait(LIMIT) not in (0, -signal.SIGKILL)
-    return [log.read_text() for log in logs]
-
-
-def planned_at(directory: Path, rank: int) -> float:
-    lines = [json.loads(line) for line in (directory / f"told-{rank}.jsonl").read_text().splitlines()]
-    return float(next(line["time"] for line in lines if line["what"] == "planned"))
-
-
-def test_a_stopped_process_ends_the_job_after_the_time_out_which_names_it(tmp_path: Path) -> None:
-    plan: list[dict[str, object]] = [{"attempt": 0, "rank": 1, "do": "stop", "at": "update", "number": 10}]
-    printed, _ = by_environment(tmp_path / "job", plan, timeout=2.0)
-    ended = (tmp_path / "job" / "log-0").stat().st_mtime
-    assert "rank 1 does not answer" in printed and "a heartbeat of every process within 2 s" in printed, printed
-    assert "killed_training.py:" in printed, "the line that it runs"
-    assert 1.5 < ended - planned_at(tmp_path / "job", 1) < 25
-
-
-def test_a_collective_on_one_process_alone_ends_in_a_time_out_with_its_line(tmp_path: Path) -> None:
-    plan: list[dict[str, object]] = [{"attempt": 0, "rank": 0, "do": "collective", "at": "update", "number": 10}]
-    printed, its = by_environment(tmp_path / "job", plan, timeout=2.0)
-    line = next(n for n, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "dist.barrier()" in text)
-    assert f'killed_training.py", line {line}' in printed or f"killed_training.py:{line}" in printed + its
 
 
 def test_a_signal_to_torchrun_ends_all_processes_after_the_same_update_with_a_save(tmp_path: Path) -> None:

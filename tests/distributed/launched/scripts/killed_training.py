@@ -1,7 +1,7 @@
 """A training under torchrun that does to itself what is planned: `killed_training.py DIRECTORY PLAN`, both as JSON.
 
 The plan is a list of `{"attempt": n, "rank": r, "do": ..., "at": ..., "number": k, "delay": seconds}`: `do` is "kill",
-"raise", "stop", "collective" or "slow"; `at` is "backward", "update", "validation", "save" or "time", and `number`
+"raise" or "slow"; `at` is "backward", "update", "validation", "save" or "time", and `number`
 counts these from 0 in that process and attempt. Each process writes what it did to files of its own.
 """
 
@@ -19,7 +19,6 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -89,19 +88,11 @@ def fail() -> None:
     raise ValueError("bad row 17")
 
 
-def stop() -> None:
-    os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def collective() -> None:
-    dist.barrier()  # the others do not come here
-
-
 def slow() -> None:
     time.sleep(2.0)
 
 
-DEEDS = {"kill": kill, "raise": fail, "stop": stop, "collective": collective, "slow": slow}
+DEEDS = {"kill": kill, "raise": fail, "slow": slow}
 
 
 class Own(Trainer[nn.Module]):
@@ -135,7 +126,7 @@ class Tell(Observer):
         self.planned.tell("saved", update=saved.update)
 
 
-def main(directory: Path, plan: list[dict[str, Any]], *, timeout: float) -> None:
+def main(directory: Path, plan: list[dict[str, Any]]) -> None:
     """Train, going on from the newest checkpoint; write down the weights that it ends with."""
     torch.set_num_threads(1)
     random.seed(2)
@@ -149,7 +140,7 @@ def main(directory: Path, plan: list[dict[str, Any]], *, timeout: float) -> None
         nn.MSELoss(),
         schedule=Cosine(),
         checkpoint=Checkpoint(directory / "run", best="val_loss", every=Updates(2)),
-        parallel=DDP(timeout=timeout),
+        parallel=DDP(timeout=60.0),
         observers=[Tell(planned)],
         console=False,
     )
@@ -173,5 +164,5 @@ def main(directory: Path, plan: list[dict[str, Any]], *, timeout: float) -> None
 
 
 if __name__ == "__main__":
-    where, plan, *rest = sys.argv[1:]
-    main(Path(where), json.loads(plan), timeout=float(rest[0]) if rest else 60.0)
+    where, plan = sys.argv[1:]
+    main(Path(where), json.loads(plan))
