@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from sklearn.datasets import load_digits
+from contestants import tasks
 from torch import nn
 
 from trainwright import TensorBoardLogger, Trainer, Updates, batches
@@ -31,18 +31,14 @@ Way = tuple[Callable[[], AbstractContextManager[Any]], Callable[[], list[Any]]]
 
 def digits() -> Any:
     """1,400 rows in 44 batches of 32."""
-    pixels, targets = load_digits(return_X_y=True)
-    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8) / 16
-    return batches((images[:1400], torch.tensor(targets)[:1400]), 32, shuffle=True, seed=0)
+    inputs, targets = tasks.images()
+    return batches((inputs[:1400], targets[:1400]), 32, shuffle=True, seed=0)
 
 
 def made(observers: list[Any]) -> Trainer[Any]:
     """Two convolutions and a layer on top, 9.9k parameters, with AdamW."""
     torch.manual_seed(0)
-    model = nn.Sequential(
-        *(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU()),
-        *(nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10)),
-    )
+    model = tasks.cnn()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     return Trainer(model, optimizer, nn.CrossEntropyLoss(), console=False, observers=observers)
 

@@ -17,6 +17,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from contestants import tasks
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
@@ -30,16 +31,7 @@ def mlp() -> nn.Module:
 
 
 def cnn() -> nn.Module:
-    return nn.Sequential(
-        nn.Unflatten(1, (1, 8)),
-        nn.Conv2d(1, 16, 3, padding=1),
-        nn.ReLU(),
-        nn.Conv2d(16, 32, 3, padding=1),
-        nn.ReLU(),
-        nn.MaxPool2d(2),
-        nn.Flatten(),
-        nn.Linear(512, 10),
-    )
+    return nn.Sequential(nn.Unflatten(1, (1, 8)), *tasks.cnn())
 
 
 def digits(batch_size: int, *, image: bool) -> Batches:

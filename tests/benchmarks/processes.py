@@ -28,7 +28,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
+from contestants import tasks
+from overhead import cnn, mlp
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -38,19 +39,7 @@ from trainwright.observers import Update
 BATCH = 32
 
 
-def mlp() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
-
-
-def cnn() -> nn.Module:
-    torch.manual_seed(0)
-    convolutions = nn.Sequential(nn.Conv2d(1, 16, 3, padding=1), nn.ReLU(), nn.Conv2d(16, 32, 3, padding=1), nn.ReLU())
-    return nn.Sequential(nn.Unflatten(1, (1, 8)), *convolutions, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(512, 10))
-
-
 def wide() -> nn.Module:
-    torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 1024), nn.ReLU(), nn.Linear(1024, 1024), nn.ReLU(), nn.Linear(1024, 10))
 
 
@@ -62,10 +51,8 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], bool]] = {
 
 
 def digits(*, image: bool, passes: int) -> tuple[Tensor, Tensor]:
-    x, y = load_digits(return_X_y=True)
-    rows = len(y) // BATCH * BATCH
-    inputs = torch.tensor(x / 16, dtype=torch.float32)[:rows].repeat(passes, 1)
-    return inputs.view(-1, 8, 8) if image else inputs, torch.tensor(y)[:rows].repeat(passes)
+    inputs, targets = (rows.repeat(passes, *[1] * (rows.ndim - 1)) for rows in tasks.digits())
+    return inputs.view(-1, 8, 8) if image else inputs, targets
 
 
 PASSES, EVERY = 3, 80
@@ -154,6 +141,7 @@ def measure(names: list[str], rounds: int, epochs: int) -> dict[str, Any]:
             order = deque(CONTESTANTS)
             order.rotate(number)
             for contestant in order:
+                torch.manual_seed(0)
                 model = make()
                 dist.barrier()
                 noted = CONTESTANTS[contestant](model, data, epochs + 1)
