@@ -36,6 +36,12 @@ class Subject:
         """The user's script in that directory, as `children.run` takes it."""
         return lambda fd: self.adapter.train(self.task, directory, Tell(fd, at=at), words=self.words)
 
+    def run(self, directory: Path, *, when: children.When | None = None) -> children.Ended:
+        """Run it in that directory, with a new log beside it."""
+        log = directory.with_suffix(".log")
+        log.unlink(missing_ok=True)
+        return children.run(self.script(directory), log, when=when)
+
 
 @dataclass
 class Reference:
@@ -64,7 +70,7 @@ class Verdict:
 
 def reference_of(subject: Subject, directory: Path) -> Reference:
     """Run it to its end, twice in a row: the second tells that a finished run is found again."""
-    ran = children.run(subject.script(directory / "reference"), directory / "reference.log")
+    ran = subject.run(directory / "reference")
     if ran.code or not ran.lines or ran.lines[-1].what != "ended":
         raise SystemExit(f"{subject.name} does not even train undisturbed (exit code {ran.code}):\n{ran.log}")
     states = {line.update: line.words for line in ran.lines if line.what in ("resumed", "update")}

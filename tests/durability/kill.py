@@ -70,13 +70,13 @@ def _try(subject: Subject, reference: Reference, directory: Path, seed: int) -> 
     try:
         for nth in range(rng.choice((1, 2, 3))):
             when = _moment(rng, subject, reference, first=nth == 0, made=trial.made)
-            ran = _run(subject, directory, when)
+            ran = subject.run(directory / "run", when=when)
             trial.take(reference, ran)
             if ran.code != 0 and not ran.struck:
                 return trial
             if rng.random() < 0.5:
                 children.end_group(children.groups)
-        ran = _run(subject, directory, None)
+        ran = subject.run(directory / "run")
         trial.take(reference, ran)
         if not ran.code and trial.verdicts and trial.verdicts[-1].word == "ok" and ran.lines[-1].what != "ended":
             trial.verdicts[-1] = Verdict("error", why="it ended early without an error")
@@ -84,11 +84,6 @@ def _try(subject: Subject, reference: Reference, directory: Path, seed: int) -> 
         children.end_group(children.groups)
         children.groups.clear()
     return trial
-
-
-def _run(subject: Subject, directory: Path, when: When | None) -> Ended:
-    (directory / "log").unlink(missing_ok=True)
-    return children.run(subject.script(directory / "run"), directory / "log", when=when)
 
 
 def _moment(rng: random.Random, subject: Subject, reference: Reference, *, first: bool, made: int) -> When:

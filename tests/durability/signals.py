@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from . import children
-from .children import Ended, When
+from .children import When
 from .judging import Reference, Subject, Table, Verdict, judge, reference_of
 
 SIGNALS = ("SIGTERM", "SIGUSR1", "SIGINT")
@@ -40,9 +40,9 @@ def _try(
     """Signal one run after some update, and go on with it."""
     after = rng.randrange(1, subject.task.updates - 4)
     each = (reference.seconds - reference.starting) / subject.task.updates
-    ran = _run(subject, base, When(rng.uniform(0, 2 * each), f"update {after}", sent, group))
+    ran = subject.run(base / "run", when=When(rng.uniform(0, 2 * each), f"update {after}", sent, group))
     children.end_group(children.groups)
-    again = _run(subject, base, None)
+    again = subject.run(base / "run")
     children.end_group(children.groups)
     children.groups.clear()
     made = ran.last("update")
@@ -56,8 +56,3 @@ def _try(
     if ran.code not in right:
         return Verdict("error", why=f"exit code {ran.code}, {right[0]} is usual\n{ran.log[-600:]}")
     return verdict
-
-
-def _run(subject: Subject, base: Path, when: When | None) -> Ended:
-    (base / "log").unlink(missing_ok=True)
-    return children.run(subject.script(base / "run"), base / "log", when=when)

@@ -44,7 +44,7 @@ def _master(subject: Subject, base: Path) -> tuple[Path, int]:
     """A directory with several checkpoints of an unfinished run, and the update of the last but one."""
     saves = [update for update in range(subject.task.every, subject.task.updates, subject.task.every)]
     master = base / "master"
-    children.run(subject.script(master), base / "log", when=When(0, f"saved {saves[len(saves) * 2 // 3]}"))
+    subject.run(master, when=When(0, f"saved {saves[len(saves) * 2 // 3]}"))
     _resume(subject, master)  # what the kill has left half done is cleaned up
     without = base / "without"
     shutil.copytree(master, without, symlinks=True)
@@ -56,10 +56,7 @@ def _master(subject: Subject, base: Path) -> tuple[Path, int]:
 
 
 def _resume(subject: Subject, directory: Path, *, to_the_end: bool = False) -> Ended:
-    log = directory.with_suffix(".log")
-    log.unlink(missing_ok=True)
-    when = None if to_the_end else When(0, "resumed")
-    return children.run(subject.script(directory), log, when=when)
+    return subject.run(directory, when=None if to_the_end else When(0, "resumed"))
 
 
 def _judged(reference: Reference, ran: Ended, *, older: int, newest: str) -> Verdict:
