@@ -27,7 +27,7 @@ from trainwright import (
     top_k,
 )
 from trainwright.metrics import F1
-from trainwright.observers import Profile
+from trainwright.observers import Profile, Statistics, Throughput
 from trainwright.schedules import BoundSchedule, Exponential, MultiStep
 from trainwright.testing import (
     ProtocolError,
@@ -371,7 +371,9 @@ OBSERVERS = {
     "Sampling": lambda directory: Sampling(random.Random(0).random),
     "Journal": lambda directory: Journal(directory / "run.jsonl"),
     "Profile": lambda directory: Profile(directory, after=2, updates=4, memory=True, shapes=True, stacks=True, rows=0),
+    "Statistics": lambda directory: Statistics(every=Updates(1)),
     "TensorBoardLogger": lambda directory: TensorBoardLogger(directory, every=Updates(1)),
+    "Throughput": lambda directory: Throughput(every=Updates(1), peak=1e9),
 }
 
 

@@ -1,4 +1,4 @@
-"""Statistics of weights, gradients and updates: exact against plain torch, honest about NaN, and without a trace."""
+"""Statistics of weights, gradients and updates, of one process and of several: exact, and honest about NaN."""
 
 from __future__ import annotations
 
@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import nn
 
+from distributed.pool import pool
 from trainwright import EMA, ClipNorm, Journal, Observer, SettingError, TensorBoardLogger, Trainer, Updates, batches
 from trainwright.core import host_reads
-from trainwright.observers import ModelStatistics, Statistics, read_journal
+from trainwright.distributed.ddp import DDP
+from trainwright.observers import ModelStatistics, Profile, Statistics, read_journal
 
 x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3
@@ -84,17 +86,6 @@ def test_the_numbers_are_those_of_a_plain_loop(each: int, average: Any) -> None:
             plain = expected[one.update - 1][name]
             assert {key: getattr(found, key) for key in plain} == pytest.approx(plain, rel=2e-4, abs=1e-7)
     assert list(told.seen[0].parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
-
-
-def test_the_run_is_the_same_one_without_it() -> None:
-    def trained(*observers: Any) -> Any:
-        trainer = made(*observers, clip=1.0)
-        return trainer.fit(data(), data(), epochs=2, validate=Updates(3)).history, list(trainer.model.parameters())
-
-    rows, weights = trained(Statistics(every=Updates(2)))
-    other_rows, other_weights = trained()
-    assert rows == other_rows
-    assert all(torch.equal(a, b) for a, b in zip(weights, other_weights, strict=True))
 
 
 def test_a_nan_is_a_nan_and_is_counted() -> None:
@@ -206,3 +197,32 @@ def test_the_journal_and_tensorboard_write_them(tmp_path: Path) -> None:
         10,
         pytest.approx(last.update_ratio, rel=1e-6),
     )
+
+
+def on_ranks(directory: Path, only_first: bool, parallel: Any) -> list[Any]:
+    torch.manual_seed(0)
+    told = Told()
+    asked = [Statistics(every=Updates(3)), Profile(directory, after=4, updates=2, rows=0)]
+    has_them = not only_first or torch.distributed.get_rank() == 0
+    observers = [*(asked if has_them else []), told]
+    trainer = made(*observers, model=nn.Linear(4, 3), parallel=parallel)
+    try:
+        trainer.fit(data(7), epochs=2)
+    except SettingError as error:
+        return [str(error)]
+    return [(one.update, one.parameters["weight"].grad_norm, one.parameters["weight"].update_norm) for one in told.seen]
+
+
+def test_the_first_process_tells_what_one_process_would(tmp_path: Path) -> None:
+    first, second = pool(2).run(on_ranks, tmp_path, False, DDP())
+    alone, _ = pool(2).run(on_ranks, tmp_path / "alone", False, None)
+    assert second == []
+    assert [one[0] for one in first] == [3, 6, 9, 12]
+    for together, one in zip(first, alone, strict=True):
+        assert together == pytest.approx(one, rel=1e-5)
+    assert [one.name for one in tmp_path.iterdir() if one.is_file()] == ["updates-5-6.json.gz"]
+
+
+def test_observers_that_only_some_processes_have_are_refused(tmp_path: Path) -> None:
+    for told in pool(2).run(on_ranks, tmp_path, True, DDP()):
+        assert "the processes of this run were not given the same probes" in told[0] and "Statistics(every=" in told[0]

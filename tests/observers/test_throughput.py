@@ -1,4 +1,4 @@
-"""The speed of a run: exact counts, who is told, what it costs, and that the run is the same one without it."""
+"""The speed of a run, of one process and of several: exact counts, who is told, and what it costs."""
 
 from __future__ import annotations
 
@@ -7,12 +7,15 @@ import io
 import sys
 import time
 from collections import Counter
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from distributed.pool import pool
 from trainwright import Checkpoint, Console, Epochs, Journal, Observer, Seconds, SettingError, Trainer, Updates, batches
+from trainwright.distributed.ddp import DDP
 from trainwright.observers import Throughput, read_journal
 from trainwright.observers.throughput import Speed, merged
 
@@ -148,18 +151,6 @@ def test_stretches_add_up() -> None:
     assert (whole.update, whole.looks, whole.busy, whole.peak) == (20, 3, 2, 1.0)
 
 
-def test_the_run_is_the_same_with_and_without_it() -> None:
-    def ended(*observers):
-        trainer = made(observers=observers, clip=1.0)
-        result = trainer.fit(batches((x, y), 4, shuffle=True, seed=0), batches((x, y), 16), epochs=2)
-        return list(trainer.model.state_dict().values()), result.history, torch.get_rng_state()
-
-    with_it, without = ended(Throughput(every=Updates(1), peak=1e9)), ended()
-    assert with_it[1] == without[1]
-    assert all(torch.equal(one, other) for one, other in zip(with_it[0], without[0], strict=True))
-    assert torch.equal(with_it[2], without[2])
-
-
 def test_a_resumed_run_measures_what_it_does_itself(tmp_path) -> None:
     def fit(epochs, **settings):
         told = Told()
@@ -241,3 +232,29 @@ def test_nothing_is_called_for_it_between_two_turns() -> None:
 def test_settings_that_cannot_be_are_refused(given, told) -> None:
     with pytest.raises(SettingError, match=told):
         Throughput(**given)
+
+
+def on_ranks(only_first: bool) -> list[Any]:
+    torch.manual_seed(0)
+    model, told = nn.Linear(4, 3), Told()
+    asked = [Throughput(every=Updates(3), peak=1e9), told]
+    trainer = Trainer(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.1),
+        nn.CrossEntropyLoss(),
+        console=False,
+        parallel=DDP(),
+        observers=asked if not only_first or torch.distributed.get_rank() == 0 else [],
+    )
+    trainer.fit(batches((torch.randn(50, 4), torch.arange(50) % 3), 8), epochs=2)
+    return [(one.update, one.rows, one.flops_per_row, one.peak, one.note) for one in told.speeds]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("only_first", [False, True])
+def test_the_first_process_tells_the_rows_of_all(only_first: bool) -> None:
+    first, second = pool(2).run(on_ranks, only_first)
+    assert second == []
+    assert first[-1][0] == 14 and sum(one[1] for one in first) == 100
+    row = 2 * (2 * 4 * 3)  # the inputs need no gradient
+    assert {one[2:] for one in first} == {(row, 2e9, "")}  # the peaks add up
