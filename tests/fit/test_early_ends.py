@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from cut import Cut, Cuttable, check_equal, go, send
-from torch import nn
+from small import BATCHES, small
 
 from trainwright import (
     Checkpoint,
@@ -220,10 +220,6 @@ def test_a_signal_in_the_validation_of_an_early_end_has_it_done_by_the_resume(pl
 
 def test_a_later_stage_tells_the_early_end_of_the_one_it_passes(tmp_path):
     def script():
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-
         class Stops(Trainer):
             ends = 2
 
@@ -231,11 +227,10 @@ def test_a_later_stage_tells_the_early_end_of_the_one_it_passes(tmp_path):
                 if self.progress.updates == self.ends:
                     self.stop("enough")
 
-        trainer = Stops(model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), console=False)
-        data, val = [(torch.ones(2, 3), torch.ones(2, 1))] * 4, [(torch.ones(2, 3), torch.ones(2, 1))]
-        first = trainer.fit(data, val, epochs=1, resume="auto")
+        trainer = small(Stops, checkpoint=Checkpoint(tmp_path))
+        first = trainer.fit(BATCHES, BATCHES[:1], epochs=1, resume="auto")
         trainer.ends = None
-        second = trainer.fit(data, val, epochs=1, resume="auto")
+        second = trainer.fit(BATCHES, BATCHES[:1], epochs=1, resume="auto")
         return first, second
 
     (first, second), (passed, finished) = script(), script()
@@ -251,30 +246,17 @@ def test_the_final_validation_is_no_candidate_for_the_best(tmp_path):
             if self.progress.updates == 6:
                 self.stop("enough")
 
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    trainer = Stops(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        nn.MSELoss(),
-        early_stopping=EarlyStopping("val_loss", restore_best=False),
-        checkpoint=Checkpoint(tmp_path, best="val_loss"),
-        console=False,
-    )
-    data = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
-    result = trainer.fit(data, data[:1], epochs=3)
+    early = EarlyStopping("val_loss", restore_best=False)
+    trainer = small(Stops, early_stopping=early, checkpoint=Checkpoint(tmp_path, best="val_loss"))
+    result = trainer.fit(BATCHES, BATCHES[:1], epochs=3)
     assert result.final_validation["val_loss"] < result.history[-1]["val_loss"]
     assert result.best.update == 4 and [row["update"] for row in result.history] == [4]
     best = load_weights(tmp_path)
-    assert not torch.equal(best["weight"], model.weight)
+    assert not torch.equal(best["weight"], trainer.model.weight)
 
 
 @pytest.mark.parametrize("ends", [dict(epochs=2), dict(max_updates=6), dict(epochs=5, max_updates=8)], ids=str)
 def test_a_planned_end_has_a_row_of_the_history_and_no_final_validation(ends):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
-    data = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
-    result = trainer.fit(data, data[:1], validate=Epochs(3), **ends)
+    result = small().fit(BATCHES, BATCHES[:1], validate=Epochs(3), **ends)
     assert result.final_validation is None
     assert result.history[-1]["update"] == result.updates and "val_loss" in result.history[-1]

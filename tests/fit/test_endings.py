@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
+from small import BATCHES, small
 
 from trainwright import Checkpoint, NonFiniteError, Trainer
 
 
 def test_a_run_that_has_more_epochs_than_are_asked_for_says_how_many(tmp_path):
     def fit(**ends):
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        trainer = Trainer(model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), console=False)
-        return trainer.fit([(torch.zeros(2, 3), torch.zeros(2, 1))], resume="auto", **ends).stopped
+        return small(checkpoint=Checkpoint(tmp_path)).fit(BATCHES, resume="auto", **ends).stopped
 
     assert fit(epochs=2) == "epochs=2 reached"
     assert fit(epochs=2) == "epochs=2 reached"
@@ -22,9 +19,7 @@ def test_a_run_that_has_more_epochs_than_are_asked_for_says_how_many(tmp_path):
 
 
 def ended_by(error, data, cls=Trainer):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    trainer = cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+    trainer = small(cls)
     with pytest.raises(error):
         trainer.fit(data, epochs=2)
     return trainer.result.stopped
@@ -40,4 +35,4 @@ def test_an_interrupt_without_a_message_is_named_and_nothing_else():
         def training_step(self, batch):
             raise KeyboardInterrupt
 
-    assert ended_by(KeyboardInterrupt, [(torch.zeros(2, 3), torch.zeros(2, 1))], Interrupted) == "KeyboardInterrupt"
+    assert ended_by(KeyboardInterrupt, BATCHES, Interrupted) == "KeyboardInterrupt"

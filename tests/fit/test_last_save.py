@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 from cut import BreaksError, Cut, breaks, go, send
-from torch import nn
+from small import BATCHES, small
 
 from trainwright import (
     Checkpoint,
@@ -54,16 +54,9 @@ class Ends(Observer):
         self.results.append(result)
 
 
-def make(directory, **settings):
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
+def make(directory, cls=Trainer, **settings):
     saving = {name: settings.pop(name) for name in ("async_save", "every", "on_save_error") if name in settings}
-    slot = Checkpoint(directory, **saving)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Trainer(model, optimizer, nn.MSELoss(), checkpoint=slot, console=False, **settings)
-
-
-DATA = [(torch.ones(2, 3), torch.ones(2, 1))] * 4
+    return small(cls, checkpoint=Checkpoint(directory, **saving), **settings)
 
 
 def check_no_save_succeeds(async_save, every, tmp_path, disk):
@@ -72,7 +65,7 @@ def check_no_save_succeeds(async_save, every, tmp_path, disk):
     ends = Ends()
     trainer = make(tmp_path, async_save=async_save, every=every, observers=[ends])
     with pytest.raises(CheckpointError, match="there is no complete checkpoint of this run") as caught:
-        trainer.fit(DATA, epochs=1)
+        trainer.fit(BATCHES, epochs=1)
     assert "the disk is full" in str(caught.value)
     result = trainer.result
     assert (result.stopped, result.updates, ends.results) == ("epochs=1 reached", 4, [result])
@@ -103,16 +96,16 @@ def test_where_the_last_save_fails_the_error_names_the_newest_complete_checkpoin
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the save at update 4 or 6, if it is heard of before the end
         with pytest.raises(CheckpointError) as caught:
-            trainer.fit(DATA, epochs=2)
+            trainer.fit(BATCHES, epochs=2)
     newest = latest_checkpoint(tmp_path)
     assert newest.name != "update-0000000008"
     assert f"the newest complete checkpoint is {newest}" in str(caught.value)
     assert trainer.result.updates == 8
 
     disk.full = False
-    resumed = make(tmp_path).fit(DATA, epochs=2, resume="auto")  # as a scheduler does that starts it again
+    resumed = make(tmp_path).fit(BATCHES, epochs=2, resume="auto")  # as a scheduler does that starts it again
     whole = make(tmp_path / "whole")
-    assert resumed.history == whole.fit(DATA, epochs=2).history
+    assert resumed.history == whole.fit(BATCHES, epochs=2).history
 
 
 def test_a_save_before_the_last_that_fails_is_a_warning(tmp_path, disk):
@@ -122,7 +115,7 @@ def test_a_save_before_the_last_that_fails_is_a_warning(tmp_path, disk):
 
     trainer = make(tmp_path, every=Updates(1), async_save=False, observers=[Empties()])
     with pytest.warns(UserWarning, match="training continues"):
-        assert trainer.fit(DATA, epochs=1).stopped == "epochs=1 reached"
+        assert trainer.fit(BATCHES, epochs=1).stopped == "epochs=1 reached"
     assert latest_checkpoint(tmp_path).name == "update-0000000004"
 
 
@@ -137,19 +130,10 @@ def test_the_model_is_left_with_the_best_weights_before_the_error_is_raised(tmp_
                 disk.fill()
 
     seen = {}
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    trainer = Rises(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        nn.MSELoss(),
-        early_stopping=EarlyStopping("val_loss"),
-        checkpoint=Checkpoint(tmp_path, async_save=False),
-        console=False,
-    )
+    trainer = make(tmp_path, Rises, early_stopping=EarlyStopping("val_loss"), async_save=False)
     with pytest.raises(CheckpointError):
-        trainer.fit(DATA, DATA[:1], epochs=2)
-    assert torch.equal(model.weight, seen[4]) and not torch.equal(model.weight, seen[8])
+        trainer.fit(BATCHES, BATCHES[:1], epochs=2)
+    assert torch.equal(trainer.model.weight, seen[4]) and not torch.equal(trainer.model.weight, seen[8])
     assert trainer.result.weights == "best of epoch 1"
 
 
@@ -157,9 +141,9 @@ def test_a_fit_again_after_it_goes_on_as_the_same_stage(tmp_path, disk):
     trainer = make(tmp_path, async_save=False)
     disk.fill()
     with pytest.raises(CheckpointError):
-        trainer.fit(DATA, epochs=1)
+        trainer.fit(BATCHES, epochs=1)
     disk.full = False
-    result = trainer.fit(DATA, epochs=2, resume="auto")
+    result = trainer.fit(BATCHES, epochs=2, resume="auto")
     assert (result.updates, result.epochs) == (8, 2)
     assert latest_checkpoint(tmp_path).name == "update-0000000008"
 
@@ -187,12 +171,9 @@ def test_a_signal_that_comes_after_a_last_save_that_failed_has_it_as_a_note(tmp_
             disk.fill()
             send(signal.SIGTERM)()
 
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    slot = Checkpoint(tmp_path, async_save=False)
-    trainer = Signals(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=slot, console=False)
+    trainer = make(tmp_path, Signals, async_save=False)
     with pytest.raises(Stopped) as caught:
-        trainer.fit(DATA, epochs=1)
+        trainer.fit(BATCHES, epochs=1)
     assert "there is no complete checkpoint of this run" in caught.value.__notes__[0]
 
 
@@ -209,19 +190,9 @@ def test_a_state_that_cannot_be_stored_at_the_end_is_raised_after_all_is_left_ri
                 self.state["open"] = object()
 
     ends = Ends()
-    torch.manual_seed(0)
-    model = nn.Linear(3, 1)
-    trainer = Grown(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        nn.MSELoss(),
-        checkpoint=Checkpoint(tmp_path),
-        early_stopping=EarlyStopping("val_loss"),
-        observers=[ends],
-        console=False,
-    )
+    trainer = make(tmp_path, Grown, early_stopping=EarlyStopping("val_loss"), observers=[ends])
     with pytest.raises(CheckpointError, match="open") as caught:
-        trainer.fit(DATA, DATA[:1], epochs=saves)
+        trainer.fit(BATCHES, BATCHES[:1], epochs=saves)
     newest = latest_checkpoint(tmp_path)
     known = "there is no complete checkpoint of this run" if saves == 1 else f"the newest is {newest}"
     assert known in caught.value.__notes__[-1]

@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from small import BATCHES, small
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -214,11 +215,9 @@ def test_the_best_and_the_last_weights_are_found_in_the_directory(tmp_path):
 
 def test_a_setting_of_the_optimizer_that_the_checkpoint_overrules_is_named(tmp_path):
     def run(lr, epochs):
-        torch.manual_seed(0)
-        model = nn.Linear(3, 1)
-        optimizer = torch.optim.SGD(model.parameters(), lr=lr)
-        trainer = Trainer(model, optimizer, nn.MSELoss(), checkpoint=Checkpoint(tmp_path), console=False)
-        return trainer.fit([(torch.ones(2, 3), torch.ones(2, 1))], epochs=epochs, resume="auto")
+        trainer = small(checkpoint=Checkpoint(tmp_path))
+        trainer.optimizer.param_groups[0]["lr"] = lr
+        return trainer.fit(BATCHES, epochs=epochs, resume="auto")
 
     run(0.01, 1)
     run(0.01, 2)
@@ -287,13 +286,11 @@ def test_a_fit_that_resumes_after_a_failure_without_a_checkpoint_says_what_it_be
                 raise ValueError("mine")
             return super().training_step(batch)
 
-    model = nn.Linear(2, 1)
-    trainer = Fails(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=Checkpoint(tmp_path))
-    data = batches((torch.ones(8, 2), torch.ones(8, 1)), 4)
+    trainer = small(Fails, checkpoint=Checkpoint(tmp_path), console=True)
     with pytest.raises(ValueError, match="mine"):
-        trainer.fit(data, epochs=1, resume="auto")
+        trainer.fit(BATCHES, epochs=1, resume="auto")
     assert "begins with" not in capsys.readouterr().out
     trainer.broken = False
-    trainer.fit(data, epochs=1, resume="auto")
+    trainer.fit(BATCHES, epochs=1, resume="auto")
     said = " ".join(capsys.readouterr().out.split())
     assert "it begins with the weights and the optimizer as the fit that failed has left them" in said

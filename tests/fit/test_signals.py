@@ -12,9 +12,9 @@ from multiprocessing import get_context
 import pytest
 import torch
 from cut import ENDING, USUAL, Cut, Other, check_ended, check_equal, go, send, send_while_waiting
-from torch import nn
+from small import BATCHES, small
 
-from trainwright import SWA, Checkpoint, Epochs, Plateau, Trainer, Updates
+from trainwright import SWA, Checkpoint, Epochs, Plateau, Updates
 from trainwright.core.errors import Stopped
 
 AT = [
@@ -230,10 +230,9 @@ def test_a_run_inside_a_hook_of_another_leaves_the_outer_ones_signals(directory)
 
     def train_another():
         state = torch.get_rng_state()
-        model = nn.Linear(2, 1)
-        other = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+        other = small()
         os.kill(os.getpid(), signal.SIGTERM)
-        inner.append(other.fit([(torch.ones(2, 2), torch.ones(2, 1))], epochs=3).stopped)
+        inner.append(other.fit(BATCHES, epochs=3).stopped)
         torch.set_rng_state(state)
 
     check_ended(USUAL.ended_and_resumed(directory, Cut("after_update", 2, train_another)), signal.SIGTERM)

@@ -7,11 +7,10 @@ import signal
 import sys
 
 import pytest
-import torch
 from cut import ENDING, USUAL, Cut, Cuttable, check_ended, check_equal, go, send
-from torch import nn
+from small import BATCHES, small
 
-from trainwright import Observer, Stopped, Trainer, batches, latest_checkpoint
+from trainwright import Observer, Stopped, Trainer, latest_checkpoint
 from trainwright.fit import context
 
 
@@ -184,8 +183,7 @@ def test_a_run_without_a_slot_is_ended_while_it_is_made_ready_too():
         def begin_epoch(self, epoch):
             send(signal.SIGTERM)()
 
-    model = nn.Linear(2, 1)
-    trainer = Signals(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), console=False)
+    trainer = small(Signals)
     with pytest.raises(Stopped):
-        trainer.fit(batches((torch.ones(8, 2), torch.ones(8, 1)), 4), epochs=2)
+        trainer.fit(BATCHES, epochs=2)
     assert (trainer.result.stopped, trainer.result.updates) == ("SIGTERM", 0)

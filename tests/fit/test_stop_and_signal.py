@@ -6,10 +6,9 @@ import signal
 from contextlib import suppress
 
 import pytest
-import torch
-from torch import nn
+from small import BATCHES, small
 
-from trainwright import Checkpoint, Stopped, Trainer, batches
+from trainwright import Checkpoint, Stopped, Trainer
 
 
 @pytest.mark.parametrize("n", [5, 8])  # inside an epoch, and at its end
@@ -24,15 +23,10 @@ def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(n
                     signal.raise_signal(signal.SIGTERM)
 
     def run(directory, *, cut=False):
-        torch.manual_seed(0)
-        model = nn.Linear(4, 1)
-        slot = Checkpoint(directory)
-        trainer = Stops(
-            model, torch.optim.SGD(model.parameters(), lr=0.1), nn.MSELoss(), checkpoint=slot, console=False
-        )
+        trainer = small(Stops, checkpoint=Checkpoint(directory))
         trainer.cut = cut
         with suppress(Stopped):
-            trainer.fit(batches((torch.ones(32, 4), torch.ones(32, 1)), 4), epochs=2, resume="auto")
+            trainer.fit(BATCHES * 2, epochs=2, resume="auto")
         return trainer.result.updates, trainer.result.stopped, trainer.result.history
 
     whole = run(tmp_path / "whole")
