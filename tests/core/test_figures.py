@@ -10,7 +10,6 @@ from itertools import pairwise
 import pytest
 import torch
 from torch import nn
-from torch.optim.lr_scheduler import OneCycleLR
 
 from trainwright import (
     Cosine,
@@ -173,20 +172,6 @@ STEPPED_BY_VALIDATIONS = TorchSchedule(lambda o: torch.optim.lr_scheduler.StepLR
 def drawn(schedule, **settings):
     axes = schedule.plot(**settings).axes[0]
     return [list(line.get_ydata()) for line in axes.get_lines()]
-
-
-def test_a_schedule_is_drawn_as_torch_computes_it():
-    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1e-3)
-    scheduler = OneCycleLR(optimizer, 3e-3, total_steps=50, cycle_momentum=False)
-    rates = []
-    for _ in range(50):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    figure = OneCycle(max_lr=3e-3).plot(updates=50)
-    (line,) = figure.axes[0].get_lines()
-    assert list(line.get_xdata()) == list(range(1, 51))
-    assert list(line.get_ydata()) == rates
 
 
 def test_every_group_is_drawn_from_its_own_rate():

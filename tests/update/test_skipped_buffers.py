@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from trainwright import MixedPrecision, Trainer
+from trainwright import Trainer
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = [(torch.randn(4, 3, generator=GENERATOR), torch.randn(4, 1, generator=GENERATOR)) for _ in range(7)]
@@ -197,34 +197,6 @@ def test_buffers_of_layers_that_begin_epoch_adds_are_restored():
     result = GrowsAtEpochOne(model, optimizer, nn.MSELoss(), on_nonfinite="skip", console=False).fit(data, epochs=2)
     assert result.skipped == 2
     assert all(tensor.isfinite().all() for _, tensor in tensors(model))
-
-
-def test_an_overflow_of_the_loss_scale_moves_buffers_on_but_leaves_none_that_is_not_finite():
-    class OfGradients(Scaled):
-        """A buffer that its backward writes, where a gradient under the loss scale overflows; one that has inf."""
-
-        def __init__(self):
-            super().__init__()
-            self.register_buffer("mask", torch.tensor([0.0, -math.inf]))
-            self.register_buffer("largest", torch.zeros(()))
-
-        def forward(self, x):
-            output = super().forward(x)
-            if output.requires_grad:
-                output.register_hook(self.measure)
-            return output
-
-        def measure(self, gradient):
-            self.largest.copy_(gradient.abs().max())
-
-    model, optimizer = built(OfGradients)
-    precision = MixedPrecision("fp16", init_scale=2.0**24)
-    result = Trainer(
-        model, optimizer, nn.MSELoss(), precision=precision, on_nonfinite="skip", device="cpu", console=False
-    ).fit(DATA, epochs=4)
-    assert result.skipped and result.updates
-    assert model.largest.isfinite() and model.scale.isfinite().all()
-    assert model.mask.tolist() == [0.0, -math.inf]
 
 
 class Allocations(TorchDispatchMode):

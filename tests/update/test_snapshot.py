@@ -77,3 +77,12 @@ def test_a_block_restores_after_an_error_too() -> None:
         value.fill_(1)
         raise KeyError
     assert float(value) == 0
+
+
+def test_a_part_is_restored_where_it_has_become_infinite_alone() -> None:
+    value, other = torch.zeros(2), torch.zeros(2)
+    before = Snapshot(Tensors([value]), Tensors([other]))
+    before.capture()
+    value[0], other[0] = torch.nan, 1.0
+    before.restore_nonfinite()
+    assert (value.tolist(), other.tolist()) == ([0, 0], [1, 0])
