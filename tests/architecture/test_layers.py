@@ -21,7 +21,11 @@ from layers import (
 )
 
 EVERYTHING = [found for path in files() for found in imports(path)]
-LAZY = {"sklearn", "scipy", "matplotlib", "pandas", "optuna", "safetensors", "tensorboard", "torchvision"}
+LAZY = {"sklearn", "scipy", "matplotlib", "pandas", "optuna", "safetensors", "tensorboard", "torchvision"} | {
+    "wandb",
+    "mlflow",
+    "PIL",
+}
 """Heavy or optional: imported where they are used, inside functions."""
 ESTIMATORS = "tools/sklearn_wrapper.py"
 """Its classes are scikit-learn's, and it is imported itself where they are asked for."""

@@ -18,12 +18,14 @@ from trainwright import (
     load_weights,
     save_weights,
 )
-from trainwright.observers import Profile, journal_to_csv, read_journal
+from trainwright.observers import CSVLogger, Profile, WandbLogger, journal_to_csv, read_journal
 
 WRITES = {
     "Checkpoint": Checkpoint,
     "Journal": Journal,
     "TensorBoard": TensorBoardLogger,
+    "CSV": CSVLogger,
+    "W&B": lambda path: WandbLogger("digits", directory=path),
     "Profile": Profile,
     "save_weights": lambda path: save_weights(path, network().state_dict()),
     "trainer.save_weights": lambda path: make().save_weights(path),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
@@ -56,6 +56,10 @@ class Plan:
     """The numbers that early stopping, the checkpoint and schedules compare."""
     notes: tuple[str, ...] = ()
     """Further lines of the header: switches of the process, automatic choices and their reasons."""
+    hyperparameters: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    """For observers: the settings of the trainer as text, as a checkpoint has them, and numbers of its optimizers."""
+    run: str = field(default="", compare=False)
+    """The id of the run, which further stages and a resume from its checkpoints have too; empty before `fit`."""
 
     # For a run in progress: finished epochs have their real lengths, later ones the planned lengths.
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import secrets
 import traceback
 from collections.abc import Mapping
 from contextlib import ExitStack
@@ -151,10 +150,11 @@ class FitContext:
         if start.origin:
             align_state(trainer.optimizers.values())
         if manager is not None:
+            trainer._record.run_id = manager.run_id
             lines += _check_saves(trainer, run, boundary)
         # 7. Clocks and triggers start at the loaded counters.
         finished = start.origin if trainer._counters.stopped else ""
-        self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished)
+        self._plan = replace(plan, notes=(*plan.notes, *lines), finished=finished, run=trainer._record.run_id)
         boundary.start(resumed=start.origin != "")
 
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
@@ -174,7 +174,7 @@ class FitContext:
     def _open_directory(self, settings: Checkpoint, undo: ExitStack) -> tuple[CheckpointManager, Loaded | None]:
         """Bind the checkpoint slot, and read the checkpoint that is resumed."""
         trainer, resume = self._trainer, self._resume.where
-        manager = settings.bind(trainer._record.run_id or secrets.token_hex(8), world=trainer.world)
+        manager = settings.bind(trainer._record.run_id, world=trainer.world)
         # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
         undo.push(lambda kind, *_: manager.release(wait=kind is not KeyboardInterrupt))
         manager.prepare(resuming=resume is not None)
@@ -361,8 +361,6 @@ def _release_run(trainer: TrainerLike, run: Run) -> None:
 
 def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str]:
     """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
-    assert boundary.manager is not None
-    trainer._record.run_id = boundary.manager.run_id
     require_resume(run.source)
     parts, ours = trainer.parts(), parts_of(run, boundary)
     if lost := sorted(ours.keys() - (parts or {}).keys()):

@@ -134,6 +134,7 @@ def make_plan(
         max_seconds=ends.max_seconds,
         epoch_updates=ends.epoch_updates,
         settings=in_brief(trainer),
+        hyperparameters={**settings_of(trainer), **_optimizer_numbers(trainer)} if trainer.observers else {},
         watched=tuple(dict.fromkeys(name for name, _ in watched)),
     )
     return replace(plan, notes=(*notes, *_notes(trainer, source, plan, ends=ends)))
@@ -297,6 +298,17 @@ def settings_of(trainer: TrainerLike) -> dict[str, str]:
     classes = {name: _optimizer_class(optimizer) for name, optimizer in sorted(trainer.optimizers.items())}
     optimizers = ", ".join(f"{name}={text}" for name, text in classes.items())
     return {"model": type(trainer.model).__qualname__, "optimizer": optimizers.removeprefix("optimizer="), **slots}
+
+
+def _optimizer_numbers(trainer: TrainerLike) -> dict[str, Any]:
+    """Return numbers, pairs of numbers and flags that are on, of each optimizer's first group: `lr`, or `G.lr`."""
+    numbers = {}
+    for name, optimizer in trainer.optimizers.items():
+        prefix = "" if name == "optimizer" else f"{name}."
+        for key, value in optimizer.param_groups[0].items():
+            if value is not False and isinstance(value, int | float | tuple):  # a tensor would be read
+                numbers[f"{prefix}{key}"] = value
+    return numbers
 
 
 def changed(saved: dict[str, str], now: dict[str, str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -66,8 +67,8 @@ class StageRecord:
     """
 
     # Carried over from stage to stage.
-    run_id: str = ""
-    """Marks the checkpoints of this run; empty before the first."""
+    run_id: str = field(default_factory=lambda: os.urandom(8).hex())
+    """Marks the checkpoints of this run, and what trackers hold of it."""
     stages: list[dict[str, Any]] = field(default_factory=list)
     """How each finished stage ended, as a checkpoint of a later one saves it."""
     warns: bool = True
@@ -109,7 +110,8 @@ class StageRecord:
             what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
             fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
             raise TypeError(message(what, want="a Trainer as it was before its first fit", fix=fix))
-        return StageRecord(**{field.name: copy.deepcopy(getattr(self, field.name), memo) for field in fields(self)})
+        names = [field.name for field in fields(self) if field.name != "run_id" or self.has_begun]
+        return StageRecord(**{name: copy.deepcopy(getattr(self, name), memo) for name in names})
 
 
 class NotRunning:

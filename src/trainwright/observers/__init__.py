@@ -12,8 +12,8 @@ To write one: subclass `Observer`, override `on_...`, and give it as `observers=
 `RunObserver` (`probes.py`) with its `Inspector` in `fit/inspection.py`, and a line in `inspectors_of`. A new event: a
 method of `Observer`, its name in `protocols.EVENTS`, and a caller that asks `listeners`. The callers: `on_update`
 `update/reporter.py`; `on_validate`, `on_epoch` `fit/boundary.py`; `on_save` `fit/saving.py`; `on_fit_start`,
-`on_fit_end` `fit/context.py`; the others `fit/inspection.py`. A tracker of experiments: a module of `loggers/` like
-`tensorboard.py`, with `resume_at` too. Public names: `observers/__init__.pyi`, and an extra in `pyproject.toml`.
+`on_fit_end` `fit/context.py`; the others `fit/inspection.py`. A tracker of experiments: a subclass of `Logger` in a
+module of `loggers/` like `tensorboard.py`. Public names: `observers/__init__.pyi`, and an extra in `pyproject.toml`.
 """
 
 from trainwright.core.lazy import lazy_names
