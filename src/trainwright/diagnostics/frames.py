@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import FrameType, TracebackType
 from typing import Any
@@ -156,15 +156,6 @@ def _read(
 def module_of(frame: FrameType) -> str:
     """Return the name of the Python module whose code a frame runs."""
     return str(frame.f_globals.get("__name__", ""))
-
-
-def tensors(value: Any, depth: int = 0) -> Iterator[Tensor]:
-    """Yield every tensor in a nested batch."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth < DEEPEST and isinstance(value, Mapping | list | tuple):
-        for item in value.values() if isinstance(value, Mapping) else value:
-            yield from tensors(item, depth + 1)
 
 
 def shown(value: Any, depth: int = 0) -> str:

@@ -77,16 +77,11 @@ def _in_batch(batch: Any, *, named: bool) -> list[str]:
     """Return a line for each tensor of a batch that is not finite: how many elements, and in which rows."""
     target = default_split(batch)[1] if named and isinstance(batch, Mapping | tuple | list | Tensor) else None
     found = []
-    for name, tensor in _leaves(batch, "batch"):
-        if (bad := _counted(tensor)) is not None:
+    for name, tensor in leaves_of(batch, "batch"):
+        if isinstance(tensor, Tensor) and (bad := _counted(tensor)) is not None:
             kind = "" if not named else "target " if tensor is target else "input "
             found.append(f"{kind}{name} has {bad}{_rows(tensor)}")
     return found[:_MOST]
-
-
-def _leaves(value: Any, name: str) -> Iterator[tuple[str, Tensor]]:
-    """Yield every tensor of a nested batch, with its place as a Python expression."""
-    return ((at, leaf) for at, leaf in leaves_of(value, name) if isinstance(leaf, Tensor))
 
 
 def _counted(*tensors: Tensor) -> str | None:

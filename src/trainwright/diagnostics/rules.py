@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from trainwright.core.device import devices_of, is_out_of_memory
 from trainwright.core.records import StepOutput
 from trainwright.core.suggestions import nearest
-from trainwright.diagnostics.frames import MISSING, Failure, dtype_name, shown, tensors
+from trainwright.core.trees import tensors_in
+from trainwright.diagnostics.frames import MISSING, Failure, dtype_name, shown
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.update.losses import fix_of_shapes
 
@@ -283,7 +284,7 @@ def model_that_was_moved(failure: Failure) -> Explanation | None:
 def batch_on_another_device(failure: Failure) -> Explanation | None:
     """Explain a batch with a tensor on another device than the model."""
     device = failure.trainer.device
-    away = [tensor.device for tensor in tensors(failure.batch) if not _same_device(tensor.device, device)]
+    away = [tensor.device for tensor in tensors_in(failure.batch) if not _same_device(tensor.device, device)]
     if not away:
         return None
     return Explanation(
@@ -317,7 +318,7 @@ def inputs_of_another_dtype(failure: Failure, module: nn.Module, given: Tensor) 
         return None
     cast = "float()" if wanted == torch.float32 else f"to({wanted})"
     numpy = ", NumPy's own type" if given.dtype == torch.float64 else ""
-    from_data = any(tensor.dtype == given.dtype for tensor in tensors(failure.batch))
+    from_data = any(tensor.dtype == given.dtype for tensor in tensors_in(failure.batch))
     return Explanation(
         f"the weights are {str(wanted).removeprefix('torch.')}, and the inputs {dtype_name(given)}{numpy}",
         (f"x = x.{cast} in the Dataset, or " if from_data else "") + f"inputs.{cast} in {failure.method}",

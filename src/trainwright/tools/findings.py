@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core.errors import StepError, listed, user_line
-from trainwright.core.torch_private import BatchNorm, tree_leaves
-from trainwright.core.trees import parameters_in
+from trainwright.core.torch_private import BatchNorm
+from trainwright.core.trees import parameters_in, tensors_in
 from trainwright.data.opening import takes_batch_size
 from trainwright.diagnostics.first_batch import FirstBatch, LossMistake
 from trainwright.tools.trial import is_several, ready, variant
@@ -344,6 +344,6 @@ def _normalizing(rows: Tensor, batches: Sequence[Any], *, images: bool) -> str:
     """Return the line that normalizes; `Normalize` scales bytes to 0 to 1 first."""
     if not images or rows.shape[1] > 4 or not bool((rows.std(0) > 0).all()):
         return "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows"
-    unit = 255 if any(isinstance(one, Tensor) and one.dtype is torch.uint8 for one in tree_leaves(batches[0])) else 1
+    unit = 255 if any(one.dtype is torch.uint8 for one in tensors_in(batches[0])) else 1
     mean, std = (tuple(round(float(one) / unit, 4) for one in each) for each in (rows.mean(0), rows.std(0)))
     return f"nn.Sequential(Normalize(mean={mean}, std={std}), model)"
