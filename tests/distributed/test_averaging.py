@@ -13,8 +13,7 @@ from torch import Tensor, nn
 
 from distributed.pool import pool
 from trainwright import Trainer
-from trainwright.distributed.ddp import DDP
-from trainwright.distributed.gradient_averaging import GradientBuckets
+from trainwright.distributed.ddp import DDP, GradientBuckets
 from trainwright.distributed.world import Group
 
 LAYERS = 4

@@ -15,8 +15,7 @@ from gpu_runs import Case, data_of, distance, trained, watch_of
 from torch import nn
 
 from trainwright import DDP, FSDP
-from trainwright.distributed.ddp import Wrapped
-from trainwright.distributed.gradient_averaging import GradientBuckets
+from trainwright.distributed.ddp import GradientBuckets, Wrapped
 from trainwright.distributed.world import Group
 
 

@@ -15,7 +15,7 @@ from records import Records
 from trainwright import Checkpoint, CheckpointError, Cosine, SettingError, Trainer, Updates, find_lr
 from trainwright.fit.arguments import _needs_a_closure
 from trainwright.optim.fused import maskable_step_of
-from trainwright.tools.sanity import smoke_run
+from trainwright.tools.debug import smoke_run
 
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),

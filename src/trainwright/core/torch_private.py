@@ -18,7 +18,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch import _utils as torch_utils
 from torch.nn.modules import batchnorm
-from torch.utils import _foreach_utils, _python_dispatch, _pytree
+from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils.data import dataloader
 from torch.utils.data._utils import collate, fetch
 from torch.utils.data._utils import worker as worker_loop
@@ -151,10 +151,6 @@ def is_wrapped_by_scheduler(step: Any) -> bool:
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
 """A mode that intercepts every operation below autograd."""
-tree_leaves: Callable[[Any], list[Any]] = _pytree.tree_leaves
-"""The leaves of nested containers, registered classes included."""
-
-
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
 """Whether a profiler of torch runs."""
 

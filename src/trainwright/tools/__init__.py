@@ -2,7 +2,7 @@
 
 Each tool is a file of its own, with the record that it returns:
 
-- `sanity.py`: `smoke_run`, `overfit_batches`. `debug.py`: `anomaly`, `deterministic`. `model_summary.py`: `summary`.
+- `debug.py`: `smoke_run`, `overfit_batches`, `anomaly`, `deterministic`. `model_summary.py`: `summary`.
 - `lr_search.py`: `find_lr`. `batch_search.py`: `find_batch_size`, and learning rates for other batch sizes.
 - `cross_validation.py`: `cross_validate`. `sklearn_wrapper.py`: networks as scikit-learn estimators.
 - `advising.py`: `advise`, which tries and measures what `techniques.py` lists and adds `findings.py`.

@@ -1,10 +1,9 @@
 from trainwright.tools.advising import Advice, Effect, advise
 from trainwright.tools.batch_search import LargestBatch, find_batch_size, linear_scaled, sqrt_scaled
 from trainwright.tools.cross_validation import CrossValidation, Fold, cross_validate
-from trainwright.tools.debug import anomaly, deterministic
+from trainwright.tools.debug import Overfit, SmokeRun, anomaly, deterministic, overfit_batches, smoke_run
 from trainwright.tools.lr_search import LRRange, find_lr
 from trainwright.tools.model_summary import summary
-from trainwright.tools.sanity import Overfit, SmokeRun, overfit_batches, smoke_run
 from trainwright.tools.sklearn_wrapper import SklearnClassifier, SklearnRegressor
 
 __all__ = [

@@ -18,8 +18,7 @@ from trainwright.core.records import Count
 from trainwright.core.rng import rng_preserved
 from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
-from trainwright.distributed.ddp import DDP, Wrapped
-from trainwright.distributed.gradient_averaging import GradientBuckets, fingerprint
+from trainwright.distributed.ddp import DDP, GradientBuckets, Wrapped, fingerprint
 from trainwright.distributed.mesh import Slice
 from trainwright.distributed.world import Group, World
 from trainwright.modules.modes import running_statistics
