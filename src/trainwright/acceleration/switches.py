@@ -130,6 +130,8 @@ def _short(trainer: TrainerLike, source: Source) -> Callable[[], bool]:
     return is_short
 
 
+# Convolutions: the layout of their weights, and timing by cuDNN. Tested on the CPU; neither has run on a GPU yet.
+
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _OTHERS = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv3d)
 

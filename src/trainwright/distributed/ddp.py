@@ -128,17 +128,7 @@ def convert_batchnorm(model: nn.Module, world: Group, *, device: torch.device) -
         what = "DDP(sync_batchnorm=True): torch's SyncBatchNorm, which takes a layer's place"
         fix = "DDP() without sync_batchnorm: each process normalises over its own rows"
         raise SettingError(what, have=have, want="BatchNorm layers inside a model on an accelerator", fix=fix)
-    _convert(model, world)
-
-
-def _convert(model: nn.Module, world: Group) -> None:
-    for name, child in list(model.named_children()):
-        if _is_norm(child):
-            made = nn.SyncBatchNorm.convert_sync_batchnorm(child, world.group)
-            made.training = child.training
-            setattr(model, name, made)
-        else:
-            _convert(child, world)
+    nn.SyncBatchNorm.convert_sync_batchnorm(model, world.group)  # in place, but for a model that is such a layer
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -164,6 +154,8 @@ def _on_one_device(module: nn.Module) -> bool:
     devices = {parameter.device for parameter in module.parameters()}
     return len(devices) == 1 and next(iter(devices)).type == "cuda" and torch.cuda.is_available()
 
+
+# Averages of complete gradients over the ranks, in few collectives.
 
 BYTES = 25 * 2**20
 """The size of a bucket by default, as in torch's DDP."""

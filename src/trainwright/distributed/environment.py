@@ -254,6 +254,8 @@ def _refuse(
     raise SettingError(what, have=variables(), want=want, fix=fix)
 
 
+# The meeting of the ranks in a store.
+
 PAUSE = 0.02
 """Seconds between two looks of rank 0 for the others."""
 REPORT_AFTER = 10.0

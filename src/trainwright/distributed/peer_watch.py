@@ -346,6 +346,9 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
+# Messages about a rank at fault: which one, its last position, the call of another rank that waits for it.
+
+
 class Heartbeat(NamedTuple):
     """A rank and its position, as it writes them to the store again and again."""
 

@@ -117,6 +117,8 @@ def _check_products() -> None:
         raise SettingError(what, want="a workspace that is set before the first product", fix=fix) from None
 
 
+# Sanity checks before a long run.
+
 _BY_LENGTH = ("schedule", "average")
 """Slots that may need a longer run than a trial."""
 

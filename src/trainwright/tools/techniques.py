@@ -215,6 +215,9 @@ def process_settings(device: torch.device) -> list[str]:
     return [f"{how}  # {note}" for applies, how, note in offered if applies and how.partition("=")[0] not in os.environ]
 
 
+# How a block of updates is measured, and an update split into phases.
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Block:
     """The measurements of one block of updates."""

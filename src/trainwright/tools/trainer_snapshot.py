@@ -203,6 +203,8 @@ def _refill(container: Any, held: Any) -> None:
         container.update(held)
 
 
+# The switches of the process.
+
 _CUDNN = ("enabled", "benchmark", "benchmark_limit", "deterministic")
 
 
