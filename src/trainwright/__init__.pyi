@@ -43,8 +43,7 @@ from trainwright.optim.clip import ClipNorm, ClipValue
 from trainwright.optim.optimizers import adamw, sgd
 from trainwright.precision.mixed_precision import MixedPrecision
 from trainwright.protocols import Observer
-from trainwright.schedules.cycles import OneCycle
-from trainwright.schedules.standard import Cosine, StepLR
+from trainwright.schedules.standard import Cosine, OneCycle, StepLR
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 from trainwright.tools.advising import advise
 from trainwright.tools.batch_search import find_batch_size

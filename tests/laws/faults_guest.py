@@ -21,7 +21,7 @@ from trainwright.data.dataloader.loader import LoaderBatches
 from trainwright.data.row_batches import Batches
 from trainwright.evaluation import passes, predictions, weights
 from trainwright.evaluation.weights import OptimizerWeights
-from trainwright.fit import context, inspection, stages
+from trainwright.fit import context, inspection
 from trainwright.fit.run import Run
 from trainwright.modules import modes
 from trainwright.modules.modes import wake
@@ -265,12 +265,12 @@ def all_trainers_share_what_they_know(patch):
 
 
 def a_refused_fit_is_forgotten(patch):
-    without(patch, stages.LastStage, "_restore")
-    without(patch, stages.TrainedStage, "_restore")
+    without(patch, context.LastStage, "_restore")
+    without(patch, context.TrainedStage, "_restore")
 
 
 def a_refused_fit_takes_the_rates(patch):
-    without(patch, stages._UndoneSchedule, "restore_groups")
+    without(patch, context._UndoneSchedule, "restore_groups")
 
 
 # What a pass without a trace leaves.

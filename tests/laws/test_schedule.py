@@ -12,13 +12,14 @@ from torch.optim import lr_scheduler as torchs
 
 from trainwright.core.durations import Updates
 from trainwright.core.plan import Plan
-from trainwright.schedules.cycles import Cyclic, OneCycle
 from trainwright.schedules.standard import (
     Cosine,
+    Cyclic,
     Exponential,
     FunctionSchedule,
     Linear,
     MultiStep,
+    OneCycle,
     StepLR,
     WarmupStableDecay,
 )

@@ -29,7 +29,7 @@ from trainwright import (
     Updates,
 )
 from trainwright.core.plan import Plan
-from trainwright.fit.epochs import EpochLengths
+from trainwright.fit.run import EpochLengths
 from trainwright.schedules import Cyclic, Exponential, Linear, MultiStep, WarmupStableDecay
 from trainwright.update.deferred_check import DeviceLRTable
 

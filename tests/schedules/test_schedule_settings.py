@@ -11,15 +11,16 @@ from torch.optim import lr_scheduler as torchs
 from trainwright.core.durations import Epochs, Seconds, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
-from trainwright.schedules import cycles
+from trainwright.schedules import standard
 from trainwright.schedules.bound import BoundSchedule, bind_schedules
-from trainwright.schedules.cycles import Cyclic, OneCycle
 from trainwright.schedules.standard import (
     Cosine,
+    Cyclic,
     Exponential,
     FunctionSchedule,
     Linear,
     MultiStep,
+    OneCycle,
     StepLR,
     WarmupStableDecay,
     as_schedule,
@@ -161,8 +162,8 @@ def test_a_value_that_is_no_schedule_is_refused_with_the_line_to_write(value, na
 
 
 def test_the_example_in_the_docstring_runs():
-    assert doctest.testmod(cycles).attempted >= 5
-    assert doctest.testmod(cycles).failed == 0
+    assert doctest.testmod(standard).attempted >= 5
+    assert doctest.testmod(standard).failed == 0
 
 
 # --- lengths --------------------------------------------------------------------------------------------------------

@@ -14,8 +14,7 @@ from trainwright.core.checks import FormError
 from trainwright.core.durations import Updates
 from trainwright.core.errors import CheckpointError, SettingError
 from trainwright.core.plan import Plan
-from trainwright.schedules.cycles import OneCycle
-from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR
+from trainwright.schedules.standard import Cosine, FunctionSchedule, OneCycle, StepLR
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 

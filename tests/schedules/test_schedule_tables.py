@@ -16,8 +16,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from trainwright.core.durations import Epochs, Updates
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
-from trainwright.schedules.cycles import Cyclic, OneCycle
-from trainwright.schedules.standard import Cosine, FunctionSchedule, StepLR, WarmupStableDecay
+from trainwright.schedules.standard import Cosine, Cyclic, FunctionSchedule, OneCycle, StepLR, WarmupStableDecay
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 
 # --- values of groups ------------------------------------------------------------------------------------------------

@@ -1,9 +1,9 @@
 """One `fit`: where it starts, which work falls due between updates, and how it ends.
 
-In the order of a call: `context` enters it. `opening` opens the data, `stages` starts its `record`, `plan` computes the
-header and finds contradictions, `run` binds the slots and chooses how updates are made, `context` reads the checkpoint
-that `resume=` names, and `resume` plans the start from it, then restores each part. `trainer.py` takes the windows of
-an epoch from `run`; `epochs` compares their number with the plan.
+In the order of a call: `context` enters it. `opening` opens the data, `context` starts a stage and its `record`, `plan`
+computes the header and finds contradictions, `run` binds the slots and chooses how updates are made, `context` reads
+the checkpoint that `resume=` names, and `resume` plans the start from it, then restores each part. `trainer.py` takes
+the windows of an epoch from `run`, which compares their number with the plan.
 At a `boundary` between updates: the clock and the ends, `inspection` (observers that measure), validation,
 `early_stopping`, and `saving` (everything with state). `context` leaves it by `result` (best weights, the Result);
 after an error or a signal by `rollback`, which saves the state from before the window in progress. Several ranks:

@@ -39,8 +39,8 @@ from trainwright.fit.plan import Resume, changed, settings_of
 from trainwright.fit.result import copied_weights, path_at
 from trainwright.fit.saving import DataPosition
 from trainwright.modules.dtensors import is_sharded
-from trainwright.optim.groups import set_option
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
+from trainwright.optim.optimizers import set_option
 from trainwright.protocols import Tree
 from trainwright.update.per_rank_state import PROCESSES, load_rank_state, take_rank_state
 from trainwright.update.trainer_like import TrainerLike, active_observers

@@ -1,7 +1,7 @@
 """How are gradients turned into new weights? Optimizers, gradients and weight averages.
 
 Read in this order:
-- `optimizers`: `adamw`, `sgd`, `muon`, functions that make an optimizer for a model; `groups`: its parameter groups.
+- `optimizers`: `adamw`, `sgd`, `muon`, functions that make an optimizer for a model with parameter groups.
 - `layerwise`: the optimizers `Lars` and `Lamb` for large batches.
 - `gradients`: zero, scale, check and measure the gradients of an update; `clip`: limit them.
 - `fused`: steps without torch's wrapper, by fused kernels where torch has them.
