@@ -11,6 +11,7 @@ from layers import PACKAGE
 PATH = (
     *("trainer.py", "fit/run.py", "update/optimizer_steps.py", "update/reporter.py", "update/loss_tracker.py"),
     *("update/window.py", "optim/gradients.py", "precision/mixed_precision.py", "update/nonfinite_policy.py"),
+    "update/strategy.py",
 )
 READERS = {"item", "tolist", "cpu", "numpy"}
 CASTS = {"float", "bool", "int"}
@@ -18,7 +19,7 @@ OFF_THE_PATH = {"__init__", "state_dict", "load_state_dict"}
 ALLOWED = {
     ("update/optimizer_steps.py", "lrs"): "the rates of the parameter groups are plain numbers",
     ("update/optimizer_steps.py", "norms"): "numbers that were read already",
-    ("fit/run.py", "judge"): "whether an update was applied, as the host knows it",
+    ("update/strategy.py", "apply_policy"): "the count of the loss, for the error that ends the run",
     ("update/loss_tracker.py", "waiting"): "a list",
     ("update/window.py", "find_rows"): "the sizes of a PackedSequence, which lie on the host",
     ("trainer.py", "_rows_or_count"): "the count of a host batch whose rows nothing tells",

@@ -401,7 +401,7 @@ class EpochLengths:
     def follow(self, schedules: Iterable[BoundSchedule]) -> None:
         """Plan these schedules again where epochs have other lengths. Called when all slots are bound."""
         self._schedules = list(schedules)
-        self._matters = bool(self._dependencies) or any(schedule.follows_epochs for schedule in self._schedules)
+        self._matters = len(self._dependencies) > 0 or any(schedule.follows_epochs for schedule in self._schedules)
 
     @property
     def made(self) -> int:
