@@ -17,7 +17,6 @@ from trainwright.core.errors import DataError, SettingError
 from trainwright.data.arrays import Table
 from trainwright.data.data_state import Generators, StatefulData, is_stateful, unsaved_generators
 from trainwright.data.dataloader.order import (
-    Order,
     draws_at_most_at_first,
     refuse_draws,
     restarted_if_empty,
@@ -355,19 +354,20 @@ class Batches(Source):
         return (fetch(seed, epoch, rows) for rows in numbers)
 
     def _fetched_by_workers(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
-        from trainwright.data.dataloader.order import view
         from trainwright.data.dataloader.workers import InitWorker, Workers, WorkerStates
 
+        requests: Any = (_Request(seed, epoch, rows) for rows in numbers)
         loader: Any = DataLoader(
             _RequestedBatches(self._data),
             batch_size=None,
+            sampler=requests,
             num_workers=self._settings.workers,
             collate_fn=_unchanged,
+            worker_init_fn=InitWorker(None, {}, None),
             # A generator of its own: the loader's draw must not change the global one.
             generator=torch.Generator().manual_seed(mixed_seed(seed, epoch, 1)),
         )
-        order = Order((_Request(seed, epoch, rows) for rows in numbers), name=self.describe())
-        return Workers(view(loader, order, worker_init_fn=InitWorker(None, {}, None)), WorkerStates())
+        return Workers(loader, WorkerStates())
 
 
 class _Request(NamedTuple):
