@@ -25,6 +25,8 @@ from trainwright.schedules.standard import (
 )
 from trainwright.schedules.stepped import Plateau, TorchSchedule
 
+from .schedule_runs import used, warmed
+
 
 def parameter():
     return torch.nn.Parameter(torch.zeros(1))
@@ -51,14 +53,10 @@ OPTIMIZERS = {"one": one_group, "two": two_groups, "three": three_groups}
 TOTALS = (10, 97, 1000)
 
 
-def seen(optimizer):
-    return [(group["lr"], group.get("momentum"), group.get("betas")) for group in optimizer.param_groups]
-
-
 def by_hand(optimizer, scheduler, total):
     rows = []
     for _ in range(total):
-        rows.append(seen(optimizer))
+        rows.append(used(optimizer))
         optimizer.step()
         scheduler.step()
     return rows
@@ -69,14 +67,8 @@ def by_us(optimizer, schedule, plan):
     rows = []
     for update in range(plan.updates):
         rates.apply(update)
-        rows.append(seen(optimizer))
+        rows.append(used(optimizer))
     return rows
-
-
-def warmed(optimizer, updates, scheduler):
-    """torch's own composition, the schedule built first (only CyclicLR cares)."""
-    warmup = torchs.LinearLR(optimizer, start_factor=1 / (updates + 1), total_iters=updates)
-    return torchs.SequentialLR(optimizer, [warmup, scheduler], milestones=[updates])
 
 
 def halving(update, total):
@@ -263,7 +255,7 @@ def test_plateau_follows_torch_through_a_thousand_validations_and_a_resume(mode)
     rates = schedule.bind(optimizer, Plan())
     for update, value in enumerate(values):
         rates.apply(update)
-        assert seen(optimizer) == seen(reference)
+        assert used(optimizer) == used(reference)
         scheduler.step(value)
         rates.observe({"val_score": value})
         if update % 97 == 0:
@@ -289,7 +281,7 @@ def test_a_resumed_run_goes_on_at_any_update(case, groups):
         optimizer.load_state_dict(weights)
         assert rates.load_state_dict(state) is None
         rates.apply(update + 1)
-        assert seen(optimizer) == expected[update + 1]
+        assert used(optimizer) == expected[update + 1]
 
 
 @pytest.mark.parametrize("accumulate", (((0, 1),), ((0, 3),), ((0, 1), (2, 4))))

@@ -424,12 +424,13 @@ RESUMED = [
 ]
 
 
-def killed_and_resumed(at, counting, name, lengths, directory):
-    """Kill a run before an update of each of these numbers, resume it, and compare it with the one that never ended."""
+@pytest.mark.sample(2)
+@pytest.mark.parametrize(("counting", "name", "lengths"), RESUMED)
+def test_resumed_at_any_update_it_goes_on_as_the_run_that_never_ended(counting, name, lengths, tmp_path):
     schedule = COUNTING[counting][0]
     never, rates, _ = trained(schedule, SOURCES[name](lengths), kind=Plain)
-    for update in at:
-        given = {"checkpoint": Checkpoint(directory / str(update), every=Updates(99)), "on_error": "save"}
+    for update in range(1, sum(real(name, lengths))):
+        given = {"checkpoint": Checkpoint(tmp_path / str(update), every=Updates(99)), "on_error": "save"}
         _, before, error = trained(schedule, SOURCES[name](lengths), kind=killed_at(update), **given)
         assert isinstance(error, Killed)
         fit = {"epochs": 3, "resume": "auto"}
@@ -437,21 +438,6 @@ def killed_and_resumed(at, counting, name, lengths, directory):
         assert before + after == rates
         assert equal(again.model, never.model)
         assert again.history == never.history
-
-
-@pytest.mark.parametrize(("counting", "name", "lengths"), RESUMED)
-def test_resumed_inside_an_epoch_of_another_length_it_goes_on_as_the_run_that_never_ended(
-    counting, name, lengths, tmp_path
-):
-    first, second, _ = real(name, lengths)
-    at = first + second - 1 if name != "len" else max(lengths[0], 2) + (lengths is MORE)
-    killed_and_resumed([at], counting, name, lengths, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("counting", "name", "lengths"), RESUMED)
-def test_resumed_at_any_update_it_goes_on_as_the_run_that_never_ended(counting, name, lengths, tmp_path):
-    killed_and_resumed(range(1, sum(real(name, lengths))), counting, name, lengths, tmp_path)
 
 
 def test_a_resume_counts_the_epochs_that_are_over_whatever_the_plan_says_now(tmp_path):
