@@ -36,6 +36,7 @@ class Checkpoint:
         keep: How many of the last are retained; "all" removes none.
         every: A duration, or "auto": at each validation, or each epoch without validation data.
         restore_best: Whether the model holds the best weights when `fit` ends.
+        trainable_only: Leave out the weights that are frozen and in no optimizer, for adapters on a large model.
         async_save: Copy the state and write it in a thread while training continues. False: training waits.
         on_save_error: What a refused save does: "warn", or "raise", which ends the run.
         checksum: "crc32", or "sha256", which costs more and detects every accident. Neither protects against intent:
@@ -51,6 +52,7 @@ class Checkpoint:
     keep: int | Literal["all"] = 3
     every: Duration | Literal["auto"] = "auto"
     restore_best: bool = False
+    trainable_only: bool = False
     async_save: bool = True
     on_save_error: Literal["warn", "raise"] = "warn"
     checksum: Checksum = "crc32"
@@ -91,6 +93,7 @@ class Checkpoint:
 
     def _check_saving(self) -> None:
         check_flag(self.restore_best, f"Checkpoint(restore_best={self.restore_best!r})")
+        check_flag(self.trainable_only, f"Checkpoint(trainable_only={self.trainable_only!r})")
         check_flag(self.async_save, f"Checkpoint(async_save={self.async_save!r})")
         _check_choice("on_save_error", self.on_save_error, ("warn", "raise"))
         _check_choice("checksum", self.checksum, get_args(Checksum))

@@ -30,7 +30,7 @@ from trainwright.checkpointing.format import (
 )
 from trainwright.checkpointing.sharded_files import INDEX
 from trainwright.checkpointing.tensorfile import read_header
-from trainwright.checkpointing.weights import load_into, read_weights
+from trainwright.checkpointing.weights import PartialWeights, load_into, read_weights
 from trainwright.core.checks import local_path
 from trainwright.core.device import Home
 from trainwright.core.errors import CheckpointError, SettingError, message, warn_user
@@ -141,6 +141,9 @@ def load_weights(
 
     Raises:
         CheckpointError: Where the file is damaged, or names or shapes differ from those of `model`.
+
+    A checkpoint of `trainable_only=True` holds no frozen weights: those of `model` stay, with a warning where they
+    are not those of the run.
     """
     if which not in ("best", "last"):
         raise SettingError(f"load_weights(which={which!r})", want='"best" or "last"')
@@ -149,17 +152,27 @@ def load_weights(
         fix = f"load_weights(path, which={model!r})" if given in ("'best'", "'last'") else "load_weights(path, model)"
         what = f"load_weights(path, model): the model is {given}"
         raise TypeError(message(what, want="a torch.nn.Module, or none", fix=fix))
-    found = _existing(local_path(path, "load_weights({}, ...)", reads=True))
-    if not found.is_dir():
-        weights = read_file(found, partial(read_weights, model=model))
-    elif _is_checkpoint(found):
-        found, weights = _weights_of(found, model)
-    else:
-        choose = _best if which == "best" else _last
-        found, weights = _retried(found, lambda listing: _weights_of(choose(found, listing), model))
+    found, weights = find_weights(path, model, which)
     if model is not None:
         load_into(model, weights, source=str(found))
+    elif isinstance(weights, PartialWeights):
+        held, missing = len(weights), len(weights.frozen)
+        fix = "load_weights(path, model) keeps those of the model"
+        warn_user(f"{found} holds the trainable weights alone, {held} tensors, and not {missing} frozen ones: {fix}")
     return weights
+
+
+def find_weights(
+    path: str | Path, model: nn.Module | None = None, which: str = "best"
+) -> tuple[Path, OrderedDict[str, Any]]:
+    """Return the file of weights of `load_weights`, and what it holds; `model`: its shapes are compared."""
+    found = _existing(local_path(path, "load_weights({}, ...)", reads=True))
+    if not found.is_dir():
+        return found, read_file(found, partial(read_weights, model=model))
+    if _is_checkpoint(found):
+        return _weights_of(found, model)
+    choose = _best if which == "best" else _last
+    return _retried(found, lambda listing: _weights_of(choose(found, listing), model))
 
 
 def without_slot(resume: str | Path) -> Exception:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import json
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 import torch
 from torch import Tensor, nn
@@ -16,15 +17,65 @@ from trainwright.checkpointing import tensorfile
 from trainwright.checkpointing.files import FileReader, replace_file
 from trainwright.checkpointing.tree import DEFECTS, loads, plain_data, tensor_defect
 from trainwright.core.checks import local_path
-from trainwright.core.errors import CheckpointError, SettingError, listed, message
+from trainwright.core.errors import CheckpointError, SettingError, listed, message, warn_user
 from trainwright.core.torch_private import set_versions, versions_of
 from trainwright.distributed.pieces import LazyTensor
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
 """Keys of the file's metadata: other names of tied tensors, extra state that is no tensor, versions of modules."""
+FROZEN, SAMPLE = "trainwright.frozen", 64
+"""The key of the frozen weights that were left out, and the elements of each of them that are compared."""
 LISTED = 10
 """The most names that an error lists."""
+
+
+class PartialWeights(OrderedDict[str, Any]):
+    """A state dict without the frozen weights, of `Checkpoint(trainable_only=True)`."""
+
+    frozen: Mapping[str, str] = {}
+    """The names of the weights that were left out, each with its fingerprint."""
+
+
+def without_frozen(state: Mapping[str, Any], frozen: Collection[str]) -> PartialWeights:
+    """Return a state dict without the tensors of these names, with their fingerprints."""
+    partial_weights = PartialWeights({name: value for name, value in state.items() if name not in frozen})
+    partial_weights.frozen = {name: _fingerprint(state[name]) for name in state if name in frozen}
+    set_versions(partial_weights, versions_of(state))
+    return partial_weights
+
+
+def completed(weights: PartialWeights, model: nn.Module, *, source: str) -> tuple[OrderedDict[str, Any], list[str]]:
+    """Return the weights with the frozen ones of the model, and the names of those that differ from the saved run's.
+
+    CheckpointError where the model lacks a weight that was left out.
+    """
+    have = model.state_dict()
+    missing = [name for name in weights.frozen if not isinstance(have.get(name), Tensor)]
+    if missing:
+        raise CheckpointError(
+            f"{source} holds the trainable weights alone, and this {type(model).__name__} lacks frozen ones of its run",
+            have=f"no {listed(missing, LISTED)}",
+            fix="build the model as when it was saved, and load its frozen weights",
+        )
+    complete = OrderedDict({**{name: have[name] for name in weights.frozen}, **weights})
+    set_versions(complete, versions_of(weights))
+    return complete, [name for name, saved in weights.frozen.items() if _fingerprint(have[name]) != saved]
+
+
+def other_frozen(names: Sequence[str], *, source: str) -> str:
+    """Return the line on frozen weights that are not those of the run that saved the trainable ones."""
+    several = f"{len(names)} frozen weights differ" if len(names) > 1 else "a frozen weight differs"
+    return f"{source} holds the trainable weights alone, and {several} from those of its run: {listed(names, 5)}"
+
+
+def _fingerprint(tensor: Tensor) -> str:
+    """Return dtype, shape and a checksum of evenly spaced elements of a tensor."""
+    if is_sharded(tensor):
+        return ""
+    flat = tensor.detach().reshape(-1)
+    sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].cpu().contiguous()
+    return f"{tensor.dtype} {tuple(tensor.shape)} {crc32(sample.view(torch.uint8).numpy().tobytes()):08x}"
 
 
 def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
@@ -60,6 +111,8 @@ def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
         metadata[TIED] = json.dumps(ties)
     if extra := {name: value for name, value in state.items() if name not in tensors}:
         metadata[EXTRA] = _extra_text(extra)
+    if isinstance(state, PartialWeights):
+        metadata[FROZEN] = json.dumps(dict(state.frozen))
     if versions := versions_of(state):
         metadata[VERSIONS] = json.dumps(plain_data(dict(versions))[0])
     once = {name: tensor for name, tensor in tensors.items() if name not in ties}
@@ -97,8 +150,11 @@ def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None
     """
     check = None if model is None else partial(_check_shapes, model, file.label)
     contents = tensorfile.read(file, fill=fill, check=check)
-    weights: OrderedDict[str, Any] = OrderedDict(contents.tensors)
+    is_partial = FROZEN in contents.metadata
+    weights = PartialWeights(contents.tensors) if is_partial else OrderedDict[str, Any](contents.tensors)
     try:
+        if isinstance(weights, PartialWeights):
+            weights.frozen = _read_frozen(contents.metadata[FROZEN])
         ties = json.loads(contents.metadata.get(TIED, "{}"))
         weights.update({name: contents.tensors[original] for name, original in ties.items()})
         weights.update(loads(contents.metadata.get(EXTRA, "{}"), {}))
@@ -107,6 +163,13 @@ def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None
     except DEFECTS as error:
         raise CheckpointError(f"{file.label} is damaged: its metadata cannot be read ({error!r})") from error
     return weights
+
+
+def _read_frozen(text: str) -> dict[str, str]:
+    frozen = json.loads(text)
+    if not isinstance(frozen, dict) or not all(isinstance(value, str) for value in frozen.values()):
+        raise ValueError(f"{FROZEN} is no dict of texts")
+    return frozen
 
 
 def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> None:
@@ -122,6 +185,10 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
         raise SettingError(what, have="tensors on the meta device", fix=fix)
     given: OrderedDict[str, Any] = OrderedDict(weights)
     set_versions(given, versions_of(weights))
+    if isinstance(weights, PartialWeights):
+        given, differing = completed(weights, model, source=source)
+        if differing:
+            warn_user(other_frozen(differing, source=source))
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     differ = _complete_ties(tensors, given, ties=_ties_of(model, tensors))
     lines = {

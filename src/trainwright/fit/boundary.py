@@ -16,7 +16,7 @@ from trainwright.core.records import Validation
 from trainwright.data.source import Source
 from trainwright.evaluation.passes import evaluate_sets
 from trainwright.fit.plan import Ends
-from trainwright.fit.result import copied_weights, copies_best
+from trainwright.fit.result import copied_weights, copies_best, frozen_names
 from trainwright.fit.rollback import BETWEEN
 from trainwright.fit.run import Run
 from trainwright.fit.saving import RunCheckpoints
@@ -261,7 +261,8 @@ class Boundary:
         """Return a host copy of the evaluation weights."""
         assert self.early_stopper is not None
         with self.run.weights.evaluated():
-            return copied_weights(self.trainer.model, self.early_stopper.weights)
+            left_out = frozen_names(self.trainer)
+            return copied_weights(self.trainer.model, self.early_stopper.weights, without=left_out)
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
         """Call the user's `end_epoch`, which may stop the run on one rank alone."""

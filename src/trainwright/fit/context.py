@@ -17,7 +17,7 @@ from trainwright.acceleration.switches import align_state, speed_up
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import DamagedError, Loaded, load_checkpoint, without_slot
 from trainwright.checkpointing.manager import CheckpointManager
-from trainwright.checkpointing.parts import check_savable, gather
+from trainwright.checkpointing.parts import check_savable
 from trainwright.core.device import homes
 from trainwright.core.errors import NOTE, CheckpointError, NonFiniteError, SettingError, first_line, listed, user_line
 from trainwright.core.progress import Counters
@@ -36,7 +36,7 @@ from trainwright.fit.result import FitEnd
 from trainwright.fit.resume import StartPlan, plan_resume
 from trainwright.fit.rollback import ENDED, ends_in, rescue
 from trainwright.fit.run import GRACE, Run
-from trainwright.fit.saving import parts_of
+from trainwright.fit.saving import gather_state, parts_of
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
 from trainwright.optim.named import check_saved_schedulers, has_scheduler
@@ -374,10 +374,13 @@ def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str
             want="the parts of the Trainer, and your own beside them",
             fix="def parts(self): return super().parts() | {...}",
         )
+    if trainer.parallel.shards and boundary.manager.settings.trainable_only:
+        what, fix = "Checkpoint(trainable_only=True) with FSDP: sharded models are saved completely", "parallel=DDP()"
+        raise SettingError(what, want="one of the two", fix=fix)
     own = {name: part for name, part in parts.items() if name not in ours}
     run.rollback.bind(own)
     with run.weights.evaluated():
-        tree = gather(parts)
+        tree = gather_state(trainer, parts)
     check_savable(tree, trainer.metrics)
     if any(map(has_scheduler, trainer.optimizers.values())):
         states = {name: tree[name] for name in tree if name in own or name == "state"}

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from functools import partial
@@ -14,12 +14,13 @@ from torch import Tensor
 from trainwright.acceleration.switches import acceleration_notes
 from trainwright.checkpointing.coordinator import on_rank_zero
 from trainwright.checkpointing.format import is_of_run, is_update_name, update_name, update_of
-from trainwright.checkpointing.load import load_weights
+from trainwright.checkpointing.load import find_weights
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.weights import load_into, save_weights
 from trainwright.core.checks import local_path
 from trainwright.core.errors import CheckpointError, warn_user
 from trainwright.core.records import Best, Result
+from trainwright.core.trees import parameters_in
 from trainwright.evaluation.passes import evaluation_weights
 from trainwright.modules.dtensors import is_sharded
 from trainwright.update.per_rank_state import position_text
@@ -56,7 +57,9 @@ class FitEnd:
             if stopper.weights is None:
                 self._load(stopper.best)
             else:
-                self._load_into(stopper.best, stopper.weights, source="the best weights")
+                own, frozen = self._trainer.model.state_dict(), frozen_names(self._trainer)
+                weights = {**{name: own[name] for name in own if name in frozen}, **stopper.weights}
+                self._load_into(stopper.best, weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
         self._run.weights.install()  # once more: the next stage compares its weights with the best that was loaded
@@ -67,7 +70,7 @@ class FitEnd:
         if path is None:
             self._warn_of(best, "are in no checkpoint")
             return
-        self._load_into(best, load_weights(path), source=str(path))  # raises where the file is damaged
+        self._load_into(best, find_weights(path)[1], source=str(path))  # raises where the file is damaged
 
     def _load_into(self, best: Best, weights: Mapping[str, Any], *, source: str) -> None:
         """Load a best's weights, sharded or complete, into the model."""
@@ -202,9 +205,18 @@ def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def copied_weights(model: Any, into: dict[str, Tensor] | None) -> dict[str, Tensor]:
+def frozen_names(trainer: TrainerLike) -> set[str]:
+    """Return the parameters that checkpoints leave out: frozen ones in no optimizer, with `trainable_only=True`."""
+    if trainer.checkpoint is None or not trainer.checkpoint.trainable_only:
+        return set()
+    trained = {id(parameter) for parameter in parameters_in(*trainer.optimizers.values())}
+    named = trainer.model.named_parameters(remove_duplicate=False)
+    return {name for name, one in named if not one.requires_grad and id(one) not in trained}
+
+
+def copied_weights(model: Any, into: dict[str, Tensor] | None, *, without: Collection[str] = ()) -> dict[str, Tensor]:
     """Return a host copy of the weights, in the tensors of the last copy where they fit."""
-    state_dict = model.state_dict()
+    state_dict = {name: value for name, value in model.state_dict().items() if name not in without}
     if into is not None and _layout(into) == _layout(state_dict) and all(isinstance(v, Tensor) for v in into.values()):
         for name, value in state_dict.items():
             into[name].copy_(value)

@@ -26,7 +26,7 @@ from typing import Any, ClassVar
 from torch import nn
 
 from trainwright.checkpointing import parts as run_parts
-from trainwright.checkpointing.load import DamagedError, Loaded, load_weights
+from trainwright.checkpointing.load import DamagedError, Loaded, find_weights
 from trainwright.checkpointing.optimizer_state import PARAMETERS, put_in_current_order
 from trainwright.checkpointing.weights import load_into
 from trainwright.core.checks import FormError, check_form, is_count, is_dict, is_none_or, is_number, is_numbers, is_text
@@ -37,7 +37,7 @@ from trainwright.fit.boundary import Boundary
 from trainwright.fit.early_stopping import is_best
 from trainwright.fit.plan import Resume, changed, settings_of
 from trainwright.fit.result import copied_weights, path_at
-from trainwright.fit.saving import DataPosition
+from trainwright.fit.saving import DataPosition, complete_state
 from trainwright.modules.dtensors import is_sharded
 from trainwright.optim.named import disable_wrong_kernels, has_scheduler
 from trainwright.optim.optimizers import set_option
@@ -265,7 +265,7 @@ def _is_history(value: object) -> bool:
 
 def _load_model(trainer: TrainerLike, path: Path) -> bool:
     """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
-    weights = load_weights(path)
+    _, weights = find_weights(path)
     try:
         load_into(trainer.model, weights, source=str(path))
     except CheckpointError:
@@ -286,6 +286,7 @@ def _restore(
     has_ranks = trainer.world.size > 1 or PROCESSES in tree
     own, number = take_rank_state(trainer, tree) if has_ranks else (None, 1)
     saved = tree.pop(PARAMETERS, None)
+    complete_state(trainer, tree, origin=origin)
     if plan.fresh or not plan.with_data:
         _leave_out(plan, trainer, parts=parts, tree=tree)
     run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)

@@ -9,10 +9,13 @@ from torch import nn
 
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.checkpointing.parts import gather
+from trainwright.checkpointing.weights import PartialWeights, completed, other_frozen, without_frozen
 from trainwright.core.device import devices_of, move
 from trainwright.core.durations import Trigger
+from trainwright.core.errors import CheckpointError
 from trainwright.core.records import Saved
 from trainwright.core.trees import NamedParts
+from trainwright.fit.result import frozen_names
 from trainwright.fit.run import Run
 from trainwright.optim.named import ONLY
 from trainwright.protocols import Stateful, Tree, listeners
@@ -48,7 +51,7 @@ class RunCheckpoints:
         average = self.run.weights.average
         if average is None or not average.will_need_statistics:  # else the averaged weights take a pass over the data
             with self.run.weights.evaluated():
-                self.manager.reserve(gather(self.trainer.parts()))
+                self.manager.reserve(gather_state(self.trainer, self.trainer.parts()))
 
     def is_due(self, *, validated: bool, epoch_ended: bool) -> bool:
         """Whether `every` is due. `validated`: there was a validation, or without validation data an epoch's end."""
@@ -74,7 +77,7 @@ class RunCheckpoints:
             replaced[PROCESSES] = trainer.world.all_gather(own)
         with self.run.signals.held(), self.run.weights.evaluated():
             self.manager.save(
-                gather(trainer.parts()) | replaced,
+                gather_state(trainer, trainer.parts()) | replaced,
                 update=update,
                 epoch=counters.earlier_epochs + counters.epoch,
                 metrics=measured,
@@ -102,6 +105,38 @@ class RunCheckpoints:
     def _position(self) -> tuple[Any, ...]:
         counters = self.counters
         return (counters.epoch, counters.batch, counters.last_boundary, counters.interrupted_validation)
+
+
+def gather_state(trainer: TrainerLike, parts: Mapping[str, Stateful]) -> dict[str, Any]:
+    """Return the state of every part for a checkpoint; without the frozen weights with `trainable_only=True`."""
+    tree: dict[str, Any] = gather(parts)
+    frozen = frozen_names(trainer)
+    if frozen:
+        tree["model"] = without_frozen(tree["model"], frozen)
+        raw = tree["average"].get("raw") if "average" in tree else None
+        if raw is not None:
+            tree["average"] |= {"raw": {name: value for name, value in raw.items() if name not in frozen}}
+    return tree
+
+
+def complete_state(trainer: TrainerLike, tree: dict[str, Any], *, origin: str) -> None:
+    """Put the frozen weights of the model into a state that was saved without them.
+
+    CheckpointError where they are not those of the run: names, shapes, dtypes and a sample of elements are compared.
+    """
+    saved = tree.get("model")
+    if not isinstance(saved, PartialWeights):
+        return
+    tree["model"], differing = completed(saved, trainer.model, source=origin)
+    if differing:
+        what, fix = other_frozen(differing, source=origin), "load them before Trainer(model, ...), as in the first run"
+        raise CheckpointError(what, want="the frozen weights of the run", fix=fix)
+    average = tree.get("average")
+    if isinstance(average, Mapping) and average.get("raw") is not None:
+        named = dict(trainer.model.named_parameters())
+        own = {name: named[name].detach() for name in saved.frozen if name in named}
+        own = {name: one for name, one in own.items() if one.is_floating_point() or one.is_complex()}  # as averages are
+        tree["average"] = {**average, "raw": {**own, **average["raw"]}}
 
 
 def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
