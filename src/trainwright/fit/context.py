@@ -374,7 +374,7 @@ def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str
             want="the parts of the Trainer, and your own beside them",
             fix="def parts(self): return super().parts() | {...}",
         )
-    if trainer.parallel.shards and boundary.manager.settings.trainable_only:
+    if trainer.parallel.shards and trainer.checkpoint is not None and trainer.checkpoint.trainable_only:
         what, fix = "Checkpoint(trainable_only=True) with FSDP: sharded models are saved completely", "parallel=DDP()"
         raise SettingError(what, want="one of the two", fix=fix)
     own = {name: part for name, part in parts.items() if name not in ours}
