@@ -34,13 +34,13 @@ class Budget:
 
 
 BUDGETS = {
-    "code lines": Budget(29_800, 22_000),
-    "files": Budget(220, 150),
+    "code lines": Budget(29_000, 22_000),
+    "files": Budget(185, 150),
     "files in one folder": Budget(19, 16),
     "largest file": Budget(600, 600),
     "files below 40 code lines": Budget(8, 8),
     "circles": Budget(0, 0),
-    "modules with one importer": Budget(45, 45),
+    "modules with one importer": Budget(35, 45),
     "top-level names": Budget(58, 60),
     "class names used twice": Budget(0, 0),
     "hasattr and getattr with a default": Budget(170, 170),
@@ -49,7 +49,7 @@ WALKS = {
     "one update, empty slots": Budget(302, 300),  # `fit` has two arguments more: validate_at_start, max_val_batches
     "fit to the second update, empty slots": Budget(1_650, 1_600),
     "one update, all slots": Budget(588, 500),
-    "end of an epoch, all slots": Budget(2_270, 1_900),
+    "end of an epoch, all slots": Budget(2_170, 1_900),
     "resume to the first forward, all slots": Budget(3_520, 2_900),
 }
 
