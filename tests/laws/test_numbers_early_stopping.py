@@ -66,15 +66,6 @@ def test_one_standard_error_is_taken_over_the_rows_of_the_validation():
     close(made._record.evaluation.errors["val_loss"], losses.std(correction=0).item() / math.sqrt(len(x)))
 
 
-def test_one_standard_error_decides_in_fit():
-    x, y = rows_of_data()
-    pieces = cut(x, y, UNEVEN)
-    made = trainer(early_stopping=EarlyStopping("val_loss", min_delta="1se", patience=2), lr=1e-4)
-    result = made.fit(pieces, pieces, epochs=9)
-    assert result.epochs == 3  # gains far below the error of the mean
-    assert result.best.epoch == 1
-
-
 def test_one_standard_error_of_a_loss_without_rows_is_refused_before_the_first_update():
     x, y = rows_of_data()
     early = EarlyStopping("val_loss", min_delta="1se")
