@@ -17,7 +17,7 @@ from torch import nn
 
 from distributed.pool import pool
 from trainwright.checkpointing import commit as commits
-from trainwright.checkpointing import coordinator, distributed_manager, load
+from trainwright.checkpointing import coordinator, load
 from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import load_checkpoint
@@ -165,11 +165,11 @@ def on_drives_of_their_own(directory):
     world, lexists = Group(), os.path.lexists
     if world.rank == 1:
         os.path.lexists = lambda path: False
-        distributed_manager._LOOKS_FOR = 0.2
+        coordinator._LOOKS_FOR = 0.2
     try:
         return error_of(keep, directory)
     finally:
-        os.path.lexists, distributed_manager._LOOKS_FOR = lexists, 5.0
+        os.path.lexists, coordinator._LOOKS_FOR = lexists, 5.0
 
 
 def test_a_rank_that_sees_another_directory_is_named_with_the_fix(tmp_path):

@@ -10,8 +10,8 @@ reads all of it back and restores the parts strictly.
 In reading order: `checkpoint` (settings), `manager` (and retention: the best, and which to remove), `writer`, `commit`
 (the order of writes, the lock), `format` (manifest, version), `files` (one file: fsync, checksum), `tensorfile`
 (safetensors), `tree` (JSON and tensors), `weights` (a model's file), `load` (which checkpoint `resume=` means),
-`parts` (`{part: state}`), `optimizer_state` (by parameter name). Several ranks: `distributed_manager`, `coordinator`
-(rank 0 acts for all, all read one), `sharded_files` (all write one checkpoint).
+`parts` (`{part: state}`), `optimizer_state` (by parameter name). Several ranks: `coordinator` (rank 0
+acts for all, all read one; the manager), `sharded_files` (all write one checkpoint).
 
 Promises: a checkpoint is complete or absent, also after a power cut; damage is detected and named; loading runs no
 code from a file; at most one save is in flight; a run whose last save failed does not end as if it had succeeded.

@@ -108,7 +108,7 @@ class Checkpoint:
         from trainwright.distributed.world import Group
 
         if isinstance(world, Group):
-            from trainwright.checkpointing.distributed_manager import DistributedCheckpointManager
+            from trainwright.checkpointing.coordinator import DistributedCheckpointManager
 
             return DistributedCheckpointManager(self, run_id, world=world)
         from trainwright.checkpointing.manager import CheckpointManager  # with its thread: not for settings alone

@@ -1,4 +1,4 @@
-"""Coordinates the ranks for checkpoints: rank 0 acts for all, or all ranks read the same checkpoint.
+"""Checkpoints of several ranks: rank 0 acts for all, all ranks read the same one, and their manager.
 
 The result or the error of rank 0 is broadcast: all ranks continue, or end, together. Collectives carry only that; the
 files are on a file system that the ranks share.
@@ -9,18 +9,33 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
-from trainwright.checkpointing.format import update_name
+from trainwright.checkpointing import sharded_files
+from trainwright.checkpointing.commit import temporary_name
+from trainwright.checkpointing.files import Content, spare_name
+from trainwright.checkpointing.format import encode, holds_shards, update_name
+from trainwright.checkpointing.manager import CheckpointManager
+from trainwright.checkpointing.sharded_files import ShardedSave, shard_file, split_shards
+from trainwright.checkpointing.tensorfile import Contents
+from trainwright.checkpointing.writer import Writer
 from trainwright.core.errors import CheckpointError, DataError, SettingError, message
+from trainwright.core.records import Saved
+from trainwright.protocols import Tree
 
 if TYPE_CHECKING:
+    from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.checkpointing.load import Loaded
+    from trainwright.distributed.resharding import Split
     from trainwright.distributed.world import World
 
 T = TypeVar("T")
@@ -189,3 +204,237 @@ def _identity(loaded: Loaded) -> str:
     manifest = loaded.manifest
     text = json.dumps([manifest["run"], manifest["update"], manifest["files"]], sort_keys=True)
     return f"{update_name(manifest['update'])} {hashlib.sha256(text.encode()).hexdigest()}"
+
+
+# The manager: rank 0 commits, and all ranks have the same results
+
+_LOOKS_FOR = 5.0
+"""Seconds within which a directory made by one rank must appear on the others' network file system."""
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStatus:
+    """The state of rank 0's manager, for the other ranks."""
+
+    run_id: str
+    directory: Path
+    complete: Mapping[int, float]
+    resumed: Path | None
+    failing: str
+    is_saving: bool
+    saved: tuple[Saved, ...] = ()
+    """Checkpoints that have become complete since the last report."""
+    error: str = ""
+    """The error of the save, for all ranks."""
+
+
+class DistributedCheckpointManager(CheckpointManager):
+    """The manager of one run of several ranks: rank 0 saves a replicated state, all ranks save a sharded one.
+
+    A model of sharded tensors (torch's DTensors) is written by all ranks, each its own shards: all of them pass their
+    state to `save`. Of a replicated state only that of rank 0 is written.
+
+    Every rank makes the same calls in the same order, and gets the same results, errors, best and complete checkpoints.
+    One rank may call `release`, `best`, `saved`, `failing`, and `completed` with `alone=True`, without the others: rank
+    0 then knows the current state, the others that of the last report. Collectives run only in `prepare`, `adopt`,
+    `reserve`, `save`, and in `completed` while a save is unreported.
+    """
+
+    def __init__(self, settings: Checkpoint, run_id: str, *, world: World) -> None:
+        super().__init__(settings, run_id)
+        self.world = world
+        self._is_unreported = False
+        """Whether the result of a save is not broadcast yet; the same on every rank."""
+        self._reported_failing = ""
+        self._shard_writer: Writer[None] | None = None
+        """Writes this rank's shards; None on rank 0, where the writer of the checkpoint does that."""
+        self._sharded_save: ShardedSave | None = None
+        """The last save of all ranks."""
+        self._token = (0, "")
+        """Process id and random number of rank 0; all ranks derive the same names from them."""
+        self._sharded_saves = 0
+
+    def prepare(self, *, resuming: bool) -> None:
+        """Make and lock the directory, and check that every rank sees it.
+
+        CheckpointError on all ranks if another run writes there, if it holds another run and none is resumed, or if a
+        rank has another directory of that name, as on a local drive.
+        """
+        prepare = super().prepare
+
+        def first() -> tuple[ManagerStatus, Path, tuple[int, str]]:
+            prepare(resuming=resuming)
+            probe = self.directory / spare_name(".tmp", update_name(0))
+            try:
+                probe.mkdir(mode=0o700)
+            except OSError as error:
+                self.release()
+                raise CheckpointError(f"{self.directory} cannot be written to", have=str(error)) from error
+            return self._status(), probe, (os.getpid(), secrets.token_hex(4))
+
+        status, probe, self._token = on_rank_zero(self.world, first)
+        self._take(status)
+        self._sharded_saves = 0
+        if not self.world.is_main:
+            self._shard_writer = Writer("trainwright shards", async_save=self.settings.async_save)
+        unseen = [where for where in self.world.all_gather("" if _appears(probe) else rank_name(self.world)) if where]
+        if self.world.is_main:
+            with suppress(OSError):
+                probe.rmdir()
+        if unseen:
+            self.release()
+            what = f"checkpoints in {self.directory}: {', '.join(unseen)} cannot see what rank 0 has made there"
+            want = "a directory that all ranks share"
+            fix = f'Checkpoint("/a/shared/drive/{self.directory.name}", ...)'
+            raise raised_everywhere(CheckpointError(what, want=want, fix=fix))
+
+    def adopt(self, loaded: Loaded) -> None:
+        """Continue the run of a loaded checkpoint. Raises as for one rank, on all ranks."""
+        adopt = super().adopt
+
+        def first() -> ManagerStatus:
+            adopt(loaded)
+            return self._status()
+
+        self._take(on_rank_zero(self.world, first))
+
+    def reserve(self, tree: Mapping[str, Tree]) -> None:
+        """Allocate memory for copies in the background; CheckpointError names an unsavable value."""
+        if not holds_shards(tree):
+            reserve = super().reserve
+            on_rank_zero(self.world, lambda: reserve(tree))
+            return
+        parts = split_shards(tree, rank=self.world.rank)
+        on_rank_zero(self.world, lambda: self._reserve(encode(parts.tree) | self._own_files(parts)))
+        if self._shard_writer is not None:
+            self._shard_writer.reserve(self._own_files(parts))
+
+    def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any]) -> None:
+        """Copy and write the `{part: state}` of rank 0; of a sharded state every rank copies and writes its shards.
+
+        All ranks wait for the copies, and for the save in flight.
+        """
+        if holds_shards(tree):
+            self._save_shards(split_shards(tree, rank=self.world.rank), manifest)
+        else:
+            on_rank_zero(self.world, lambda: self._submit(encode(tree), manifest))
+        self._is_unreported = True
+
+    def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
+        """Return the checkpoints that have become complete since the last report, oldest first, on every rank.
+
+        A failed save is reported here, once: by a warning of rank 0 if the system refused it, else, or with
+        `on_save_error="raise"`, by CheckpointError on all. `alone`: those that this rank knows, without a collective.
+        """
+        completed = super().completed
+        if alone:
+            self._limit_patience(sharded_files.HURRY)
+            if wait and self._shard_writer is not None:
+                self._shard_writer.wait()
+            return completed(wait=wait)
+        if not self._is_unreported:
+            return []
+
+        def first() -> ManagerStatus:
+            saved, error = [], ""
+            try:
+                saved = completed(wait=wait)
+            except CheckpointError as failed:  # broadcast: all ranks raise it
+                error = str(failed)
+            return replace(self._status(), saved=tuple(saved), error=error)
+
+        status = on_rank_zero(self.world, first)
+        self._take(status)
+        self._is_unreported, self._reported_failing = status.is_saving, status.failing
+        if not status.is_saving:
+            self._limit_patience(0.0)
+        if status.error:
+            raise raised_everywhere(CheckpointError(status.error))
+        return list(status.saved)
+
+    def release(self, *, wait: bool = True) -> None:
+        """Wait for the save in flight and unlock the directory, without a collective."""
+        self._limit_patience(sharded_files.HURRY if wait else 0.0)
+        shard_writer, self._shard_writer = self._shard_writer, None
+        if shard_writer is not None:
+            shard_writer.close(lambda: None, wait=wait)
+        super().release(wait=wait)
+
+    @property
+    def failing(self) -> str:
+        """How many saves failed since the last complete one, the reason, and the newest checkpoint; empty if none."""
+        return super().failing if self.world.is_main else self._reported_failing
+
+    def _own_files(self, parts: Split) -> dict[str, Content]:
+        """Return the file with this rank's shards; nothing is copied."""
+        return {shard_file(self.world.rank): Contents(parts.tensors, {})}
+
+    def _save_shards(self, parts: Split, manifest: dict[str, Any]) -> None:
+        """Copy and write the shards on every rank; an error of rank 0 is raised on all."""
+        if self._is_unreported:  # all ranks have written the last save before any overwrites its copies
+            on_rank_zero(self.world, self.wait)
+            if self._shard_writer is not None:
+                self._shard_writer.wait()
+        self._sharded_save = self._next_sharded_save(parts, manifest["update"])
+        files = self._own_files(parts)
+        if self.world.is_main:
+            sharded = self._sharded_save
+            on_rank_zero(self.world, lambda: self._submit(encode(parts.tree) | files, manifest, sharded))
+            return
+        writer = self._shard_writer
+        assert writer is not None, "prepare() comes first"
+        writer.wait()
+        writer.outcomes()  # rank 0 reports them
+        copies = writer.copy(files)
+        # In the thread even without copies: the training thread must receive an error of rank 0.
+        writer.start(partial(self._sharded_save.write_shard, copies or files, directory=self.directory))
+        try:
+            on_rank_zero(self.world, lambda: None)
+        except Exception:
+            self._limit_patience(0.0)
+            raise
+        if copies is None:
+            writer.wait()
+        elif writer.memory.used > writer.memory.size:
+            writer.reserve(files)
+
+    def _next_sharded_save(self, parts: Split, update: int) -> ShardedSave:
+        """Return the save of an update; all ranks derive the same unique name of its temporary directory."""
+        self._sharded_saves += 1
+        pid, secret = self._token
+        token = f"{(int(secret, 16) + self._sharded_saves) % (1 << 32):08x}"
+        return ShardedSave(
+            temporary_name(update, pid=pid, token=token),
+            rank=self.world.rank,
+            size=self.world.size,
+            tensors=parts.pieces,
+            checksum=self.settings.checksum,
+        )
+
+    def _limit_patience(self, seconds: float) -> None:
+        """Limit the wait for other ranks: the run ends in an error, or the result is known."""
+        if self._sharded_save is not None:
+            self._sharded_save.patience = min(self._sharded_save.patience, seconds)
+
+    def _status(self) -> ManagerStatus:
+        return ManagerStatus(
+            self.run_id, self.directory, self._complete, self._resumed, super().failing, self.is_saving
+        )
+
+    def _take(self, status: ManagerStatus) -> None:
+        """Take over the state of rank 0's manager."""
+        if not self.world.is_main:
+            self.run_id, self.directory = status.run_id, status.directory
+            self._complete, self._resumed = status.complete, status.resumed
+
+
+def _appears(path: Path) -> bool:
+    """Return whether this rank sees a path, at once or after its network file system has refreshed."""
+    end = time.monotonic() + _LOOKS_FOR
+    while not os.path.lexists(path):
+        if time.monotonic() > end:
+            return False
+        with suppress(OSError):
+            os.listdir(path.parent)
+        time.sleep(0.05)
+    return True

@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from torch import nn
 
-from trainwright.checkpointing.coordinator import load_on_all_ranks
 from trainwright.checkpointing.files import read_file
 from trainwright.checkpointing.format import (
     MANIFEST,
@@ -106,6 +105,8 @@ def load_checkpoint(
 
     if world is None or world.size == 1:
         return find(read)
+    from trainwright.checkpointing.coordinator import load_on_all_ranks  # with the manager: not for weights alone
+
     return load_on_all_ranks(world, lambda on_all: find(lambda path, _: on_all(path)), read)
 
 
