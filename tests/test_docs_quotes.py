@@ -47,5 +47,37 @@ def test_the_readme_shows_what_its_first_example_prints(capsys):
     assert shape(capsys.readouterr().out) == shape(output)
 
 
+SHOWN = re.compile(r"^```python\n(.*?)^```\n(?:\n```text\n(.*?)^```\n)?", re.M | re.S)
+
+
+@pytest.mark.parametrize("name", ["train", "evaluate", "resume", "own_step"])
+def test_a_page_of_the_tutorial_shows_what_its_blocks_print(name, capsys, tmp_path, monkeypatch):
+    text, namespace, state = (
+        (ROOT / f"docs/start/{name}.md").read_text("utf-8"),
+        {"__name__": "page"},
+        torch.get_rng_state(),
+    )
+    monkeypatch.chdir(tmp_path)
+    for block in SHOWN.finditer(text):
+        line = text[: block.start(1)].count("\n")
+        exec(compile("\n" * line + block[1], f"{name}.md", "exec"), namespace)
+        assert shape(capsys.readouterr().out) == shape(block[2] or ""), f"{name}.md:{line}"
+    torch.set_rng_state(state)
+
+
+GUIDES = [page for page in PAGES if "guides" in page.parts]
+
+
+@pytest.mark.parametrize("page", GUIDES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_a_guide_has_at_most_200_lines(page):
+    assert len(page.read_text("utf-8").splitlines()) <= 200
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.relative_to(ROOT).as_posix())
+def test_lines_of_prose_have_at_most_120_characters(page):
+    prose = re.sub(r"^```.*?^```$", "", page.read_text("utf-8"), flags=re.M | re.S).splitlines()
+    assert [line for line in prose if len(line) > 120 and not line.startswith("|")] == []
+
+
 def test_the_readme_is_short():
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 150
