@@ -26,7 +26,7 @@ from trainwright.core.suggestions import (
     suggests,
 )
 from trainwright.fit import arguments
-from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan
+from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan, settings_of
 from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.observers.console import Console, console_observers
@@ -603,6 +603,12 @@ class Trainer(Generic[M]):
         from trainwright.acceleration.switches import fast_path
 
         return fast_path(self)
+
+    def _repr_html_(self) -> str:
+        """Return the settings and the progress as a table, for a notebook."""
+        from trainwright.core.html import html_pairs
+
+        return html_pairs({**settings_of(self), "device": self.device, "updates": self.progress.updates})
 
     def __dir__(self) -> list[str]:
         """The names that there are, without those of other libraries that only raise."""

@@ -45,7 +45,8 @@ def test_a_bar_is_whole_at_every_width(width, encoding, pace):
     bar = LiveBar(stream, width=width)
     bar.on_fit_start(Plan(batches=4567, epochs=1200))
     bar.on_update(update(1, epoch=1150))
-    bar._bar.n, bar._bar.start_t = 1234, bar._bar.start_t - 1234 / pace
+    bar._bar.n, bar._seen, bar._done = 1234, 1234, 1200 * 4567 - 3333
+    bar._began -= 1234 / pace
     line = str(bar._bar)  # what it draws
     bar.on_fit_end(result())
     head, *parts = line.split(printable(" · ", encoding))
@@ -96,3 +97,32 @@ def screen(text):
             cells[: len(part)] = part
         lines.append("".join(cells).rstrip())
     return lines[:-1] if lines[-1] == "" else lines
+
+
+def test_a_bar_shows_the_time_left_for_the_run_and_not_for_the_epoch_alone():
+    bar = LiveBar(Terminal())
+    bar.on_fit_start(Plan(batches=100, epochs=10))
+    for n in range(1, 51):
+        bar.on_update(update(n))
+    bar._began -= 50  # a second for each update
+    assert bar.seconds_left() == pytest.approx(950, abs=1)
+    bar.on_fit_end(result(updates=1000))
+    bar.on_fit_start(Plan(batches=100, epochs=2))  # the next stage
+    for n in range(1001, 1051):
+        bar.on_update(update(n))
+    bar._began -= 50
+    assert bar.seconds_left() == pytest.approx(150, abs=1)
+    bar.on_fit_end(result())
+    bar.on_fit_start(Plan(batches=100, epochs=10, max_seconds=20))
+    assert bar.seconds_left() == pytest.approx(20, abs=1)
+    bar.on_fit_start(Plan(train="a stream"))
+    assert bar.seconds_left() is None
+
+
+def test_the_line_of_the_bar_is_blank_after_ctrl_c():
+    bar = LiveBar(stream := Terminal(), width=80)
+    bar.on_fit_start(PLAN)
+    bar.on_update(update(1))
+    stream.write("^C")  # the terminal's echo
+    bar.on_fit_end(result())
+    assert screen(stream.getvalue() + "\n") == [""]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import pairwise
 from math import ceil
 from typing import Any, NamedTuple
@@ -69,6 +69,16 @@ class Plan:
     """Windows of the current epoch, where they are known to differ from the plan; NEVER: more than planned."""
     dependencies: list[LengthDependency] | None = field(default=None, repr=False, compare=False)
     """Records the settings that are computed from the lengths of epochs; None: nothing is recorded."""
+
+    def _repr_html_(self) -> str:
+        """Return what is planned, for a notebook."""
+        from trainwright.core.html import html_pairs
+
+        known = {one.name: getattr(self, one.name) for one in fields(self) if one.repr and one.compare}
+        accumulate = (
+            "" if self.accumulate == ((0, 1),) else ", ".join(f"{k} from epoch {n}" for n, k in self.accumulate)
+        )
+        return html_pairs({**known, "accumulate": accumulate, "updates": self.untracked.updates})
 
     def accumulated(self, epoch: int) -> int:
         """Micro-batches per update in `epoch`."""

@@ -164,6 +164,15 @@ class Result:
     None where the end was planned (`epochs`, `max_updates`) or a validation was due there.
     """
 
+    def _repr_html_(self) -> str:
+        """Return how the run ended and the last rows of its history, for a notebook."""
+        from trainwright.core.html import html_history, html_pairs
+
+        best = self.best and f"{self.best.name} {self.best.value:.4g} at epoch {self.best.epoch}"
+        ended = {"end": self.stopped, "updates": self.updates, "epochs": self.epochs, "seconds": self.seconds}
+        facts = {**ended, "skipped": self.skipped or "", "best": best, "weights": self.weights, "notes": self.notes}
+        return html_pairs(facts) + html_history(self.history)
+
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.
 

@@ -61,6 +61,18 @@ class Report:
 
     __repr__ = __str__
 
+    def _repr_html_(self) -> str:
+        """Return the numbers as a table, for a notebook."""
+        from trainwright.core.html import html_table
+
+        rows = self.numbers if self.kind == "classes" else {**self.numbers.get("columns", {}), "all": self.numbers}
+        scores = {name: one for name, one in rows.items() if isinstance(one, dict)}
+        head = [name for name in next(iter(scores.values())) if name != "columns"]
+        table = html_table(
+            ([name, *(one.get(key, "") for key in head)] for name, one in scores.items()), head=["", *head]
+        )
+        return table + (html_table([("accuracy", self.numbers["accuracy"])]) if "accuracy" in self.numbers else "")
+
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data.
 

@@ -130,18 +130,28 @@ class Console(Observer):
 
 
 def console_observers(console: bool | Console) -> list[Observer]:
-    """Return the observers of the setting `console`: none, the console, or on a terminal a live bar before it."""
+    """Return the observers of the setting `console`: none, the console, or with a live bar before it.
+
+    A live bar is drawn on a terminal and in a notebook.
+    """
     if console is False:
         return []
     if console is True:
         console = Console()
     if not isinstance(console, Console):
         raise SettingError(f"console={console!r}", want="True, False or Console(...)")
-    if not console.stream.isatty():
+    is_cell = console.stream is sys.stdout and _in_notebook()
+    if not console.stream.isatty() and not is_cell:
         return [console]
-    from trainwright.observers.live import LiveBar
+    from trainwright.observers.live import CellOutput, LiveBar
 
-    return [LiveBar(console.stream, width=console.width), console]
+    return [LiveBar(CellOutput() if is_cell else console.stream, width=console.width), console]
+
+
+def _in_notebook() -> bool:
+    """Return whether the process is the kernel of a notebook; IPython on a terminal has none."""
+    ipython = sys.modules.get("IPython")
+    return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
 
 def header(plan: Plan, width: int = WIDEST) -> list[str]:

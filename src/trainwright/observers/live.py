@@ -1,9 +1,10 @@
-"""The progress bar of the running epoch on a terminal: one line, cleared before anything else is printed."""
+"""The progress bar of the running epoch on a terminal or in a notebook: one line, cleared before others appear."""
 
 from __future__ import annotations
 
+import io
 import threading
-from collections.abc import Mapping
+import time
 from typing import Any, TextIO
 
 from tqdm import tqdm
@@ -17,7 +18,10 @@ _BAR, _LEAST_BAR = 24, 8
 
 
 class LiveBar(Observer):
-    """A bar of the updates of the running epoch, with loss and learning rate; redrawn at most ten times a second."""
+    """A bar of the updates of the running epoch, with loss, learning rate and the time left for the run.
+
+    It is redrawn at most ten times a second on a terminal, and four times in a notebook.
+    """
 
     def __init__(self, stream: TextIO, *, width: int = 100) -> None:
         self._stream = stream
@@ -25,14 +29,23 @@ class LiveBar(Observer):
         self._plan = Plan()
         self._bar: _Bar | None = None
         self._epoch = -1
+        self._earlier = self._done = self._seen = 0
+        """Updates of finished stages, of this stage and of this `fit`."""
+        self._began = 0.0
 
     def on_fit_start(self, plan: Plan) -> None:
         """Store the plan: the number of epochs and of updates in each."""
         self._plan = plan
+        self._seen, self._began = 0, time.monotonic()
         self._close()
+        if isinstance(self._stream, CellOutput):
+            self._stream.begin()
 
     def on_update(self, update: Update) -> None:
         """Advance the bar; text is formatted only when it is redrawn."""
+        self._seen += 1
+        self._earlier = 0 if update.update <= self._earlier else self._earlier  # a failed stage that is resumed
+        self._done = update.update - self._earlier
         bar = self._bar
         if bar is None or self._epoch != update.epoch:
             bar = self._opened(update.epoch)
@@ -49,8 +62,18 @@ class LiveBar(Observer):
         self._close()
 
     def on_fit_end(self, result: Result) -> None:
-        """Close the bar."""
+        """Close the bar, and blank its line: a terminal has written ^C there for the Ctrl-C that ended the run."""
         self._close()
+        if not isinstance(self._stream, CellOutput):
+            self._stream.write(f"\r{' ' * (self._width - 1)}\r")
+        self._earlier += result.updates
+
+    def seconds_left(self) -> float | None:
+        """Return the time left for the run at its pace so far, validations included; None where its end is unknown."""
+        elapsed, total = time.monotonic() - self._began, self._plan.updates
+        by_updates = [(total - self._done) * elapsed / self._seen] if total is not None and self._seen else []
+        by_time = [] if self._plan.max_seconds is None else [self._plan.max_seconds - elapsed]
+        return max(0.0, min([*by_updates, *by_time])) if by_updates or by_time else None
 
     def _opened(self, epoch: int) -> _Bar:
         self._close()
@@ -61,11 +84,12 @@ class LiveBar(Observer):
             file=self._stream,
             ncols=self._width,
             leave=False,
+            mininterval=0.25 if isinstance(self._stream, CellOutput) else 0.1,
             miniters=1,  # tqdm's own estimate skips redraws when the rate drops
             delay=0.2,  # a very short epoch draws nothing
             ascii=printable("█", self._stream.encoding) != "█",
         )
-        self._bar.name = name
+        self._bar.name, self._bar.owner = name, self
         self._epoch = epoch
         return self._bar
 
@@ -73,6 +97,30 @@ class LiveBar(Observer):
         if self._bar is not None:
             self._bar.close()
             self._bar = None
+
+
+class CellOutput(io.StringIO):
+    """The stream of a bar in a notebook: an output of the cell, whose one line each later line replaces."""
+
+    encoding = "utf-8"
+
+    def begin(self) -> None:
+        """Show the next line in a new output, that of the running cell."""
+        self._handle: Any = None
+        self._line = ""
+
+    def write(self, text: str) -> int:
+        """Show a line in place of the last one; carriage returns and blanks that clear a terminal show nothing."""
+        line = text.strip()
+        if line != self._line and (line or self._handle is not None):
+            from IPython.display import display
+
+            self._line, data = line, {"text/plain": line}
+            if self._handle is None:
+                self._handle = display(data, raw=True, display_id=True)  # type: ignore[no-untyped-call]
+            else:
+                self._handle.update(data, raw=True)
+        return len(text)
 
 
 def write_line(text: str) -> None:
@@ -86,12 +134,13 @@ class _Bar(tqdm):  # type: ignore[type-arg]
     monitor_interval = 0
     name = ""
     latest: Update | None = None
+    owner: LiveBar | None = None
 
     @property
     def format_dict(self) -> dict[str, Any]:
         """The fields that tqdm formats the line from."""
         fields = dict(super().format_dict)
-        encoding, parts = self.fp.encoding, self._parts(fields)
+        encoding, parts = self.fp.encoding, self._parts()
         head = f" epoch {self.name} "
         widest = fields["ncols"] - len(head)
         least = _LEAST_BAR + 1 if self.total else 0
@@ -103,16 +152,13 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         fields["bar_format"] = "{head}" + (f"{{bar:{room}}} " if room > 0 else "") + "{tail}"
         return fields
 
-    def _parts(self, fields: Mapping[str, Any]) -> list[str]:
+    def _parts(self) -> list[str]:
         """Return the texts after the bar; the last are dropped first."""
-        n, elapsed = self.n, fields["elapsed"]
-        parts = [f"{n}/{self.total}" if self.total else f"{n} updates"]
+        parts = [f"{self.n}/{self.total}" if self.total else f"{self.n} updates"]
         if self.latest is not None:
             parts += [f"loss {number(self.latest.loss)}", f"lr {rate(self.latest.lr)}"]
-        pace = fields["rate"] or (n / elapsed if elapsed else 0)
-        if self.total and pace:
-            parts.append(f"{self.format_interval(max(0, self.total - n) / pace)} left")
-        return parts
+        left = None if self.owner is None else self.owner.seconds_left()
+        return parts if left is None else [*parts, f"{self.format_interval(left)} left"]
 
 
 _Bar.set_lock(threading.RLock())

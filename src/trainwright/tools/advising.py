@@ -163,6 +163,17 @@ class Advice:
         tried = [{**asdict(one), "verdict": one.verdict} for one in self.tried]
         return {**asdict(self), "tried": tried, "shares": self.phases.shares, "reading": self.reading}
 
+    def _repr_html_(self) -> str:
+        """Return findings, techniques and settings as tables, for a notebook."""
+        from trainwright.core.html import html_pairs, html_table
+
+        found = [(one.name, one.what, one.fix) for one in self.findings]
+        tried = [one.cells() for one in self.tried if one.speedup is not None]
+        head = ["technique", "speed-up", "quartiles", "memory", "drift", "verdict", "how"]
+        facts = {"rows/s": self.rows_per_second, "device": self.device, "time": self.reading, "by hand": self.settings}
+        findings = html_table(found, head=["found", "what", "fix"]) if found else ""
+        return html_pairs(facts) + findings + html_table(tried, head=head)
+
     def __str__(self) -> str:
         """Return the report: time, findings, the table of techniques, noise, and what was not tried."""
         shares = "  ".join(f"{name} {share:.0%}" for name, share in self.phases.shares.items() if share >= 0.005)
