@@ -211,7 +211,7 @@ def it_is_forgotten_when_was_validated(patch):
 
 
 def a_pause_that_was_due_is_left_out(patch):
-    around(patch, Boundary, "start", after=lambda self: setattr(self.run, "unfinished_boundary", ""))
+    around(patch, Boundary, "start", after=lambda self, **_: setattr(self.run, "unfinished_boundary", ""))
 
 
 def what_is_saved_misses_the_last_update(patch):
