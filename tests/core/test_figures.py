@@ -249,3 +249,22 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(SettingError, match=r'pip install "trainwright\[plot\]"'):
         Linear().plot(updates=5)
+
+
+def short_fit():
+    model = torch.nn.Linear(2, 1)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), torch.nn.MSELoss(), console=False)
+    return trainer.fit((torch.ones(4, 2), torch.ones(4, 1)), batch_size=2, epochs=1)
+
+
+def test_a_fit_whose_caller_will_plot_warns_at_its_begin_where_matplotlib_is_missing(monkeypatch, tmp_path):
+    def script(plots):
+        result = short_fit()
+        if plots:
+            result.plot(tmp_path / "history.png")
+
+    script(plots=True)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.warns(UserWarning, match=r'test_figures.py, script calls plot(.|\n)*pip install "trainwright\[plot\]"'):
+        script(plots=False)
+    short_fit()  # nothing here plots: no warning

@@ -7,7 +7,9 @@ the suffix. SettingError without matplotlib, or for a suffix that it cannot writ
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from trainwright.core.checks import local_path
-from trainwright.core.errors import SettingError
+from trainwright.core.errors import SettingError, is_users, warn_user
 
 if TYPE_CHECKING:
     from trainwright.core.records import Best
@@ -26,6 +28,23 @@ _MOST_PANELS = 12
 """The number of columns up to which each has a panel."""
 _POSITIONS = frozenset({"epoch", "update"})
 _GREY = "0.55"
+
+
+def warn_of_missing_plots() -> None:
+    """Warn where user code that is running will call `plot`, and matplotlib is not installed.
+
+    Called when `fit` begins: a plot at the end of a long run would otherwise be the first to fail.
+    """
+    if find_spec("matplotlib") is not None:
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if is_users(code.co_filename) and "plot" in code.co_names:
+            where = f"{Path(code.co_filename).name}, {code.co_name}"
+            warn_user(f'{where} calls plot, and matplotlib is not installed: pip install "trainwright[plot]"')
+            return
+        frame = frame.f_back  # type: ignore[assignment]
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, path: str | Path | None = None) -> Any:

@@ -86,6 +86,10 @@ class FitContext:
 
     def _open(self, undo: ExitStack) -> None:
         """Open the data, bind the run, and call `on_fit_start` of the observers."""
+        from trainwright.core.figures import warn_of_missing_plots
+
+        if self._trainer.is_main:
+            warn_of_missing_plots()
         train, val, batch_size = self._data
         source, held_out = open_data(self._trainer, train, val, ends=self._ends, batch_size=batch_size)
         if self._resume.where is None:
