@@ -30,10 +30,10 @@ def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> Ch
     `state_dict` do not change. Passes without gradients run as before.
 
     Args:
-        model: The model.
-        blocks: A class of modules or several, names or globs over the names of modules (`"layers.*"`), or a predicate
-            of name and module. None: the classes with modules inside that the model has three times or more. Of blocks
-            inside one another the outer ones count.
+        model: The model, or a part of it.
+        blocks: A class of modules or several. None: the classes with modules inside that the model has three times or
+            more. Of blocks inside one another the outer ones count. For some modules of a class alone, `model` is a
+            part of the model: `checkpoint_activations(model.layers[:4], {Block})`.
 
     Raises:
         SettingError: Where no block is found, or a module is compiled or recomputed already.

@@ -1,9 +1,9 @@
-"""Find parameters by name or glob, and blocks of a model by class, name, glob or predicate."""
+"""Find parameters of a model by name or glob, and blocks by class."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -58,7 +58,6 @@ def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
     return {name: parameter for parameter, name in first.items()}
 
 
-Predicate = Callable[[str, nn.Module], bool]
 REPEATED = 3
 """The number of instances from which a class is a repeated block."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
@@ -83,36 +82,44 @@ def outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[n
     return list(dict.fromkeys(found))
 
 
-Blocks = type[nn.Module] | str | Collection[type[nn.Module] | str] | Predicate
-"""A class or a pattern of names, several of them, or a function of a module's name and the module."""
+Blocks = type[nn.Module] | Collection[type[nn.Module]]
+"""A class of modules, or several."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str, nn.Module]:
-    """Return the selected modules by name, in the order of the model, none inside another.
+    """Return the modules of these classes in a model by name, in their order, none inside another.
 
     None selects the classes with modules inside, containers apart, that the model has three times or more. `call` is
-    the function that errors name. SettingError where an item selects no module, or one without a forward.
+    the function that errors name. SettingError for a class without a module, or one without a forward.
     """
     if blocks is None:
         found = repeated_blocks(model)
         if not found:
             what = f"{call}: {type(model).__name__} repeats no class of modules that have modules inside"
-            fix = f"{call}(model, {{Block}}), with a class, or names such as 'layers.*'"
-            raise SettingError(what, want="blocks=", fix=fix)
-        return {name: module for name, module in model.named_modules() if any(module is one for one in found)}
-    chosen: dict[str, nn.Module] = {}
-    for text, predicate in _predicates(blocks, call):
-        selected = dict(_outermost(model, "", predicate))
-        if not selected:
-            raise _nothing(model, text, call)
-        chosen |= selected
-    if lists := [f"{name} ({type(one).__name__})" for name, one in chosen.items() if isinstance(one, _LISTS)]:
-        what = f"{call}: {lists[0]} has no forward of its own"
-        raise SettingError(what, want="the modules in it", fix=f"'{lists[0].split(' ')[0]}.*'")
-    every = {id(one) for one in chosen.values()}
-    around = {id(inner) for one in chosen.values() for inner in one.modules() if inner is not one}
-    return {name: one for name, one in model.named_modules() if id(one) in every - around}
+            raise SettingError(what, want="blocks=", fix=f"{call}(model, {{Block}}), with a class")
+    else:
+        classes = _classes(blocks, call)
+        for kind in classes:
+            if not any(isinstance(module, kind) for module in model.modules() if module is not model):
+                raise _nothing(model, kind.__name__, call)
+        found = [inner for child in model.children() for inner in outermost(child, classes)]
+    named = {name: module for name, module in model.named_modules() if any(module is one for one in found)}
+    if lists := [f"{name} ({type(one).__name__})" for name, one in named.items() if isinstance(one, _LISTS)]:
+        raise SettingError(f"{call}: {lists[0]} has no forward of its own", want="classes of the modules in it")
+    return named
+
+
+def _classes(blocks: Any, call: str) -> tuple[type[nn.Module], ...]:
+    several = isinstance(blocks, Collection) and not isinstance(blocks, str | nn.Module)
+    classes = tuple(blocks) if several else (blocks,)
+    wrong = [one for one in classes if not (isinstance(one, type) and issubclass(one, nn.Module))]
+    if wrong or not classes:
+        name = type(wrong[0]).__name__ if wrong and isinstance(wrong[0], nn.Module) else "Block"
+        given = f"{name}(...)" if wrong and isinstance(wrong[0], nn.Module) else repr(blocks)
+        want = "a class of modules, or several; of some modules of a class alone: a part of the model"
+        raise SettingError(f"{call}(blocks={given})", want=want, fix=f"{call}(model.layers[:4], blocks={{{name}}})")
+    return classes
 
 
 def described(found: dict[str, nn.Module]) -> str:
@@ -121,41 +128,10 @@ def described(found: dict[str, nn.Module]) -> str:
     return " and ".join(f"{n} {name}" for name, n in counted.items())
 
 
-def _predicates(blocks: Any, call: str) -> Iterator[tuple[str, Predicate]]:
-    """Yield each item of `blocks` as text, with its predicate of name and module."""
-    several = isinstance(blocks, Iterable) and not isinstance(blocks, str | type | nn.Module)
-    items = list(blocks) if several else [blocks]
-    if not items:
-        raise SettingError(f"{call}(blocks={blocks!r})", want="a class, a name, or several", fix="{Block}")
-    for one in items:
-        if isinstance(one, str):
-            yield repr(one), lambda name, _, one=one: fnmatchcase(name, one)  # type: ignore[misc]
-        elif isinstance(one, type) and issubclass(one, nn.Module):
-            yield one.__name__, lambda _, module, one=one: isinstance(module, one)  # type: ignore[misc]
-        elif not several and callable(one) and not isinstance(one, type | nn.Module):
-            function: Any = one
-            yield "the function", function
-        else:
-            given = f"{type(one).__name__}(...)" if isinstance(one, nn.Module) else repr(one)
-            want = "classes of modules, names or globs over names, or one function of name and module"
-            fix = f"blocks={{{type(one).__name__}}}" if isinstance(one, nn.Module) else "blocks={Block}"
-            raise SettingError(f"{call}(blocks={given})", want=want, fix=fix)
-
-
-def _outermost(module: nn.Module, path: str, predicate: Predicate) -> Iterator[tuple[str, nn.Module]]:
-    for name, child in module.named_children():
-        place = f"{path}.{name}".lstrip(".")
-        if predicate(place, child):
-            yield place, child
-        else:
-            yield from _outermost(child, place, predicate)
-
-
 def _nothing(model: nn.Module, text: str, call: str) -> SettingError:
     kinds = dict.fromkeys(type(module).__name__ for module in model.modules() if module is not model)
-    names = [name for name, _ in model.named_modules() if name]
-    near = did_you_mean(text.strip("'"), [*names, *kinds])
+    near = did_you_mean(text, kinds)
     if type(model).__name__ == text:
         near = " It is the class of the model itself: to compute all of it again saves nothing."
     what = f"{call}: {text} means no module in {type(model).__name__}.{near}"
-    return SettingError(what, have=", ".join([*kinds][:12]) or "no modules", want="classes or names it has")
+    return SettingError(what, have=", ".join([*kinds][:12]) or "no modules", want="classes that it has")
