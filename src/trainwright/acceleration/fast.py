@@ -13,6 +13,7 @@ from torch import nn
 from trainwright.core.checks import check_choice, check_flag
 from trainwright.core.errors import SettingError, message
 from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.modules.matching import module_classes
 
 KEYS = ("backend", "dynamic", "fullgraph", "mode", "options", "regions")
 """Keys that a dict for `compile` may hold: those of `torch.compile`, and `regions`."""
@@ -58,8 +59,9 @@ class Fast:
         """What is compiled: "regional", "full", or the instances of these classes."""
         if isinstance(self.compile, str):
             return self.compile
-        wanted = "regional" if self.compile is None else self.compile.get("regions", "regional")
-        return wanted if isinstance(wanted, str) else tuple(wanted)
+        wanted: Any = "regional" if self.compile is None else self.compile.get("regions", "regional")
+        regions: str | tuple[type[nn.Module], ...] = wanted
+        return regions
 
     @property
     def options(self) -> dict[str, Any]:
@@ -102,15 +104,9 @@ def _check_compile(setting: Any) -> None:
 
 def _check_regions(setting: dict[str, Any]) -> None:
     regions = setting.get("regions", "regional")
-    if isinstance(regions, type):
-        regions = setting["regions"] = (regions,)
-    if isinstance(regions, str) and regions in ("regional", "full"):
-        return
-    classes = isinstance(regions, set | frozenset | list | tuple) and len(regions) > 0
-    if not classes or not all(isinstance(one, type) and issubclass(one, nn.Module) for one in regions):
-        what = f"Fast(compile={{'regions': {regions!r}}})"
+    if regions not in ("regional", "full"):
         want = '"regional", "full", or classes of modules of the model'
-        raise SettingError(what, want=want, fix="Fast(compile={'regions': {Block}})")
+        setting["regions"] = module_classes(regions, lambda text: f"Fast(compile={{'regions': {text}}})", want=want)
 
 
 def _check_backend(setting: dict[str, Any]) -> None:

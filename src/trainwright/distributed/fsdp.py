@@ -28,6 +28,7 @@ from trainwright.core.trees import parameters_in
 from trainwright.distributed.mesh import Parallel, device_mesh
 from trainwright.distributed.world import World
 from trainwright.modules.dtensors import full_tensor, is_sharded, reshard
+from trainwright.modules.matching import module_classes
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -222,21 +223,12 @@ def check_precision(settings: FSDP, precision: Any) -> None:
 
 
 def _checked_blocks(blocks: Any) -> frozenset[type[nn.Module]]:
-    fix = "FSDP(blocks={Block}), with the class of the model's layers"
-    if isinstance(blocks, type | str | nn.Module) or not isinstance(blocks, Iterable):
-        name = (blocks if isinstance(blocks, type) else type(blocks)).__name__
-        fix = f"FSDP(blocks={{{name}}})" if isinstance(blocks, type | nn.Module) else fix
-        raise SettingError(f"FSDP(blocks={_short(blocks)})", want="a set of classes of modules", fix=fix)
-    found = frozenset(blocks)
+    found = module_classes(blocks, lambda text: f"FSDP(blocks={text})", empty=True)
     for block in found:
-        if not isinstance(block, type) or not issubclass(block, nn.Module):
-            fix = f"FSDP(blocks={{{type(block).__name__}}})" if isinstance(block, nn.Module) else fix
-            what = f"FSDP(blocks={{{_short(block)}}})"
-            raise SettingError(what, want="classes of modules", fix=fix)
         if issubclass(block, nn.ModuleList | nn.ModuleDict):
             what = f"FSDP(blocks={{{block.__name__}}}): a list of modules has no forward that gathers their weights"
             raise SettingError(what, fix="FSDP(blocks={Block}), with the class of its items")
-    return found
+    return frozenset(found)
 
 
 def _checked_methods(methods: Any) -> tuple[str, ...]:
@@ -246,15 +238,8 @@ def _checked_methods(methods: Any) -> tuple[str, ...]:
     names = tuple(methods)
     for name in names:
         if not isinstance(name, str) or not name.isidentifier():
-            what = f"FSDP(methods=({_short(name)},))"
-            raise SettingError(what, want="names of methods", fix='methods=("encode",)')
+            raise SettingError(f"FSDP(methods=({name!r},))", want="names of methods", fix='methods=("encode",)')
     return names
-
-
-def _short(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return f"{type(value).__name__}(...)"
-    return value.__name__ if isinstance(value, type) else repr(value)
 
 
 def _is_policy(policy: Any) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
@@ -99,7 +99,7 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
             what = f"{call}: {type(model).__name__} repeats no class of modules that have modules inside"
             raise SettingError(what, want="blocks=", fix=f"{call}(model, {{Block}}), with a class")
     else:
-        classes = _classes(blocks, call)
+        classes = module_classes(blocks, lambda text: f"{call}(model, blocks={text})")
         for kind in classes:
             if not any(isinstance(module, kind) for module in model.modules() if module is not model):
                 raise _nothing(model, kind.__name__, call)
@@ -110,15 +110,21 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
     return named
 
 
-def _classes(blocks: Any, call: str) -> tuple[type[nn.Module], ...]:
-    several = isinstance(blocks, Collection) and not isinstance(blocks, str | nn.Module)
-    classes = tuple(blocks) if several else (blocks,)
+def module_classes(
+    given: Any, written: Callable[[str], str], *, want: str = "a class of modules, or several", empty: bool = False
+) -> tuple[type[nn.Module], ...]:
+    """Return classes of modules, given as one or as several; SettingError for anything else.
+
+    `written` returns the setting as code, for a value as text. `empty`: whether there may be none.
+    """
+    several = isinstance(given, Collection) and not isinstance(given, str | nn.Module)
+    classes = tuple(given) if several else (given,)
     wrong = [one for one in classes if not (isinstance(one, type) and issubclass(one, nn.Module))]
-    if wrong or not classes:
-        name = type(wrong[0]).__name__ if wrong and isinstance(wrong[0], nn.Module) else "Block"
-        given = f"{name}(...)" if wrong and isinstance(wrong[0], nn.Module) else repr(blocks)
-        want = "a class of modules, or several; of some modules of a class alone: a part of the model"
-        raise SettingError(f"{call}(blocks={given})", want=want, fix=f"{call}(model.layers[:4], blocks={{{name}}})")
+    if wrong or not (classes or empty):
+        module = next((one for one in wrong if isinstance(one, nn.Module)), None)
+        name = "Block" if module is None else type(module).__name__
+        shown = repr(given) if module is None else f"{name}(...)"
+        raise SettingError(written(shown), want=want, fix=written(f"{{{name}}}"))
     return classes
 
 
