@@ -116,7 +116,7 @@ def test_updates_can_be_thinned_but_a_skipped_one_is_always_there(tmp_path, ever
 
 @pytest.mark.parametrize("every", [0, -1, 1.5, True, None])
 def test_every_how_many_updates_is_a_whole_number(tmp_path, every):
-    with pytest.raises(SettingError, match="every how many"):
+    with pytest.raises(SettingError, match="a whole number of updates"):
         Journal(tmp_path / "run.jsonl", updates=every)
 
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from trainwright.core.checks import check_number
+from trainwright.core.checks import check_choice, check_flag, check_number
 from trainwright.core.errors import SettingError, StepError
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import BatchNorm, check_reducer_finalized, version_of
@@ -51,15 +51,10 @@ class DDP(Parallel):
     same_noise: bool = False
 
     def __post_init__(self) -> None:
-        flags = ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "sync_buffers", "same_noise")
-        for name in flags:
-            if not isinstance(getattr(self, name), bool):
-                raise SettingError(f"DDP({name}={getattr(self, name)!r})", want="True or False")
-        if self.find_unused_parameters not in (True, False, "auto"):
-            have = f"DDP(find_unused_parameters={self.find_unused_parameters!r})"
-            raise SettingError(have, want='True, False or "auto"')
-        if self.compress not in (None, *COMPRESSIONS):
-            raise SettingError(f"DDP(compress={self.compress!r})", want='"bf16", "fp16" or None')
+        for name in ("static_graph", "gradient_as_bucket_view", "sync_batchnorm", "sync_buffers", "same_noise"):
+            check_flag(getattr(self, name), f"DDP({name}={getattr(self, name)!r})")
+        check_choice(self.find_unused_parameters, "DDP", "find_unused_parameters", choices=(True, False, "auto"))
+        check_choice(self.compress, "DDP", "compress", choices=(*COMPRESSIONS, None))
         if self.bucket_mb is not None:
             check_number(self.bucket_mb, f"DDP(bucket_mb={self.bucket_mb!r})", above=0, what="megabytes, a number")
         Parallel.__post_init__(self)

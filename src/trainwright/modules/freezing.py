@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from torch import nn
 
+from trainwright.core.checks import check_choice
 from trainwright.core.errors import SettingError, listed, message
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import BatchNorm, NormWithStatistics
@@ -34,8 +35,7 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
         SettingError: Where nothing has such a name.
     """
     _check_module("freeze", module)
-    if norm not in ("eval", "train"):
-        raise SettingError(f"freeze(norm={norm!r})", want='"eval" or "train"', fix='freeze(..., norm="eval")')
+    check_choice(norm, "freeze", "norm", choices=("eval", "train"), fix='freeze(..., norm="eval")')
     found = _find(module, pattern, f"freeze(..., {pattern!r})")
     for parameter in found.parameters.values():
         parameter.requires_grad_(False)

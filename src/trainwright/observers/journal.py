@@ -11,7 +11,7 @@ from dataclasses import asdict, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
 
-from trainwright.core.checks import local_path
+from trainwright.core.checks import check_whole, local_path
 from trainwright.core.durations import Updates
 from trainwright.core.errors import DataError, SettingError
 from trainwright.core.plan import Plan
@@ -53,12 +53,8 @@ class Journal(Observer):
             want, fix = "a regular file, which a resume reads back", 'Journal("runs/journal.jsonl")'
             raise SettingError(f"Journal({str(self.path)!r})", want=want, fix=fix)
         self._every = updates.n if isinstance(updates, Updates) else updates
-        if not isinstance(self._every, int) or isinstance(self._every, bool) or self._every < 1:
-            raise SettingError(
-                f"Journal(updates={updates!r})",
-                want="a whole number: every how many updates one is written",
-                fix=f'Journal("{path}", updates=100)',
-            )
+        fix = f'Journal("{path}", updates=100)'
+        check_whole(self._every, f"Journal(updates={updates!r})", what="a whole number of updates", fix=fix)
         self._file: TextIO | None = None
         self._start: dict[str, Any] = {}
         self._held_back = self._resumed = 0

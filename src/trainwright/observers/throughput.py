@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 
+from trainwright.core.checks import check_number
 from trainwright.core.durations import Duration, Epochs, Seconds, Updates, check_duration
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
@@ -44,8 +43,13 @@ class Throughput(RunObserver):
             what = f"Throughput(every={every}) would ask the clock at every update"
             raise SettingError(what, want="Updates(n) or Epochs(n)", fix="Throughput(every=Updates(100))")
         self.duration: Updates | Epochs = every
-        self.flops_per_row = _positive("flops_per_row", flops_per_row, "count_flops(model, x) / len(x)")
-        self.peak = _positive("peak", peak, "989e12")
+        for name, value, example in (
+            ("flops_per_row", flops_per_row, "count_flops(model, x) / len(x)"),
+            ("peak", peak, "989e12"),
+        ):
+            if value is not None:
+                check_number(value, f"Throughput({name}={value!r})", above=0, fix=f"Throughput({name}={example})")
+        self.flops_per_row, self.peak = flops_per_row, peak
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,13 +151,3 @@ def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> l
 def _short(value: float) -> str:
     """Format a rate, which may be well below one."""
     return amount(value) if value >= 100 else f"{value:.3g}"
-
-
-def _positive(name: str, value: float | None, example: str) -> float | None:
-    """Return a number of operations; SettingError for a value that is none."""
-    if value is None or (
-        isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value) and value > 0
-    ):
-        return value
-    what = f"Throughput({name}={value!r})"
-    raise SettingError(what, want="a number above 0, or None", fix=f"Throughput({name}={example})")
