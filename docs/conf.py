@@ -31,6 +31,8 @@ exclude_patterns = ["_build"]
 smartquotes_action = "D"  # dashes alone: "bf16" stays as it is typed
 html_theme = "furo"
 html_title = "trainwright"
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}
@@ -94,7 +96,7 @@ class LinkNames(SphinxTransform):
             found = CODE.fullmatch(literal.astext())
             if found is None or found["name"] not in NAMES or isinstance(literal.parent, nodes.title | nodes.reference):
                 continue
-            if not (everything or found["call"] or found["name"][0].isupper()):
+            if not (everything or found["call"] or found["name"][0].isupper() or "_" in found["name"]):
                 continue  # `accuracy` alone may be the name of a number
             target = NAMES[found["name"]] + (found["method"] or "")
             link = pending_xref("", refdomain="py", reftype="obj", reftarget=target, refdoc=self.env.docname)
@@ -111,8 +113,9 @@ def resolve_inner_path(app: Sphinx, env: BuildEnvironment, node: pending_xref, c
     return domain.resolve_xref(env, node["refdoc"], app.builder, "obj", NAMES[name], node, content)
 
 
-def setup(app: Sphinx) -> None:
+def setup(app: Sphinx) -> dict[str, bool]:
     """Connect the above; Sphinx calls it."""
     app.add_transform(LinkNames)
     app.connect("source-read", name_folders)
     app.connect("missing-reference", resolve_inner_path)
+    return {"parallel_read_safe": True, "parallel_write_safe": True}
