@@ -89,11 +89,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workload", choices=["mlp", "cnn", "text"], default="mlp")
     parser.add_argument("--seconds", type=float, default=60)
-    parser.add_argument("--smoke", action="store_true", help="a glance of two seconds")
     asked = parser.parse_args()
     torch.manual_seed(0)
     trainer, loader = {"mlp": mlp, "cnn": cnn, "text": text}[asked.workload]()
-    print(advise(trainer, loader, seconds=2 if asked.smoke else asked.seconds))
+    print(advise(trainer, loader, seconds=asked.seconds))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@
 
 Data      what comes with scikit-learn: 1,797 digits of 8 x 8 pixels, 569 samples of cells
 Time      gan 6 to 11 s, lbfgs 1 s, teacher 4 to 10 s, sam 2 to 4 s, on one thread of a shared x86-64 core with
-          torch 2.13 (--smoke: a few updates of each, 2 s)
+          torch 2.13
 Expected  gan: all ten digits are drawn; lbfgs: scikit-learn's coefficients to 1e-6; teacher: from 100 rows and a
           teacher's guesses a small network learns 93 % of the held-out digits, from the rows alone 87 % (n=5);
           sam: 95.1 % against 94.7 % (n=5), a difference of two digits in 397
@@ -106,12 +106,12 @@ def right(trainer: Trainer[nn.Module], data: Pair) -> float:
     return trainer.evaluate(batches(data, 200), name="held_out")["held_out_accuracy"]
 
 
-def gan(*, smoke: bool) -> None:
+def gan() -> None:
     train, _ = digits()
     model = Draws()
     adam = partial(torch.optim.Adam, lr=2e-3, betas=(0.5, 0.999))
     trainer = GAN(model, {"G": adam, "D": adam}, console=False)  # each trains the submodule of its name
-    trainer.fit(first(train, 1400), epochs=1 if smoke else 50)
+    trainer.fit(first(train, 1400), epochs=50)
 
     drawn = trainer.predict(torch.randn(1000, NOISE), batch_size=250).numpy()
     nearest = KNeighborsClassifier(1).fit(train[0].numpy(), train[1].numpy())
@@ -123,13 +123,13 @@ def gan(*, smoke: bool) -> None:
         print("         " + "   ".join("".join(" .:-=+*#%@"[int(9.99 * p)] * 2 for p in line) for line in row))
 
 
-def lbfgs(*, smoke: bool) -> None:
+def lbfgs() -> None:
     table, targets = load_breast_cancer(return_X_y=True)
     cells = torch.tensor((table - table.mean(0)) / table.std(0))
     model = nn.Linear(30, 2, dtype=torch.float64)
     optimizer = partial(torch.optim.LBFGS, line_search_fn="strong_wolfe", tolerance_grad=1e-9, tolerance_change=1e-16)
     trainer = Penalized(model, optimizer, console=False)
-    trainer.fit([(cells, torch.tensor(targets))], epochs=1 if smoke else 5)  # an update is up to 20 iterations
+    trainer.fit([(cells, torch.tensor(targets))], epochs=5)  # an update is up to 20 iterations
 
     # Only the difference of the two classes' weights counts; the penalty is then half of its square.
     ours = (model.weight[1] - model.weight[0]).detach().cpu().numpy()
@@ -138,37 +138,37 @@ def lbfgs(*, smoke: bool) -> None:
     print(f"lbfgs    largest difference to scikit-learn's coefficients: {abs(ours - theirs).max():.0e}")
 
 
-def teacher(*, smoke: bool) -> None:
+def teacher() -> None:
     train, held_out = digits()
     metrics = {"accuracy": accuracy}
     adamw = partial(torch.optim.AdamW, lr=3e-3)
     taught = Trainer(network(256), adamw, nn.CrossEntropyLoss(), metrics=metrics, console=False)
-    taught.fit(first(train, 1400), epochs=1 if smoke else 30)
+    taught.fit(first(train, 1400), epochs=30)
     print(f"teacher  {right(taught, held_out):.1%} of the held-out digits right, from 1,400 rows and 256 hidden units")
 
     shares: dict[str, list[float]] = {"alone": [], "with the teacher": []}
-    for seed in range(1 if smoke else 5):
+    for seed in range(5):
         for how, found in shares.items():
             torch.manual_seed(seed)
             frozen = None if how == "alone" else {"teacher": taught.model}
             made: Callable[..., Trainer[nn.Module]] = Trainer if frozen is None else Student
             loss = nn.CrossEntropyLoss()
             student = made(network(16), adamw, loss, metrics=metrics, frozen=frozen, console=False)
-            student.fit(first(train, 100, seed=seed), max_updates=20 if smoke else 800)
+            student.fit(first(train, 100, seed=seed), max_updates=800)
             found.append(right(student, held_out))
     for how, found in shares.items():
         print(f"student  {sum(found) / len(found):.1%} {how}, from 100 rows and 16 hidden units (n={len(found)})")
 
 
-def sam(*, smoke: bool) -> None:
+def sam() -> None:
     train, held_out = digits()
     sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
     for made, name in ((Trainer, "plain SGD"), (SharpnessAware, "sharpness-aware")):
         found = []
-        for seed in range(1 if smoke else 5):
+        for seed in range(5):
             torch.manual_seed(seed)
             trainer = made(network(64), sgd, nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, console=False)
-            trainer.fit(first(train, 300, seed=seed), epochs=2 if smoke else 40)
+            trainer.fit(first(train, 300, seed=seed), epochs=40)
             found.append(right(trainer, held_out))
         print(f"sam      {sum(found) / len(found):.1%} by {name}, from 300 rows (n={len(found)})")
 
@@ -177,12 +177,11 @@ def main() -> None:
     parts = {"gan": gan, "lbfgs": lbfgs, "teacher": teacher, "sam": sam}
     parser = argparse.ArgumentParser()
     parser.add_argument("part", nargs="?", choices=parts, help="which to run; all without it")
-    parser.add_argument("--smoke", action="store_true", help="a few updates of each")
     given = parser.parse_args()
     for name, part in parts.items():
         if given.part in (None, name):
             torch.manual_seed(0)
-            part(smoke=given.smoke)
+            part()
 
 
 if __name__ == "__main__":

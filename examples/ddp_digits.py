@@ -6,8 +6,8 @@
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
 Expected  98.5 % of the held-out digits right, whichever way, and a loss on them that is the same to 12 digits
-Time      4 to 7 seconds of training (--smoke: two epochs, less)
-Writes    runs/ddp_digits (--smoke: nothing); --directory names another
+Time      4 to 7 seconds of training
+Writes    runs/ddp_digits; --directory names another
 
 Started again in any of these ways, it continues from its last checkpoint; a finished run prints its result at once.
 To train once more, take another --directory. The weights are float64, so that rounding does not hide that it is one
@@ -68,7 +68,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--launch", type=int, default=1, metavar="N", help="start N processes")
     parser.add_argument("--directory", help="for the checkpoints")
-    parser.add_argument("--smoke", action="store_true", help="two epochs, no checkpoints")
     asked = parser.parse_args()
-    directory = asked.directory or (None if asked.smoke else "runs/ddp_digits")
-    launch(main, directory, 2 if asked.smoke else 12, processes=asked.launch)
+    directory = asked.directory or "runs/ddp_digits"
+    launch(main, directory, 12, processes=asked.launch)

@@ -4,7 +4,7 @@
 
 Data      the text behind Python's `help("while")`: 24 letters are the prompt, the 24 that follow are the answer, quiet
           (in small letters) or shouted (the same in capitals)
-Time      20 s on one CPU core (--smoke: seconds, a few updates)
+Time      20 s on one CPU core
 Expected  pairs whose quiet answer is the likelier one: 9 % before, 98 % after, of 500 held-out ones; what it writes
           itself is quiet in 8 %, then 79 %; a quiet answer costs it 2.75 bits a letter, then 2.80
 
@@ -15,7 +15,6 @@ tests/examples/test_dpo.py.
 
 import copy
 import math
-import sys
 from pydoc_data.topics import topics
 
 import torch
@@ -115,14 +114,13 @@ def describe(writer: Writer, held_out: Pairs) -> str:
 
 
 def main() -> None:
-    smoke = "--smoke" in sys.argv
     torch.manual_seed(0)
     to_write, to_prefer, held_out = pairs()
-    writer = learn_to_write(to_write, updates=10 if smoke else 500)
+    writer = learn_to_write(to_write, updates=500)
     print("before", describe(writer, held_out))
     reference = copy.deepcopy(writer)
     trainer = DPO(writer, adamw(lr=1e-3), frozen={"reference": reference}, clip=1.0)
-    trainer.fit(batches(to_prefer, 50, shuffle=True, seed=0), batches(held_out, 500), epochs=1 if smoke else 3)
+    trainer.fit(batches(to_prefer, 50, shuffle=True, seed=0), batches(held_out, 500), epochs=3)
     print("after ", describe(writer, held_out))
 
 

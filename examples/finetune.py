@@ -1,25 +1,27 @@
-"""Fine-tuning: a frozen backbone that is unfrozen in stages, with rates by layer, and averaged weights.
+"""Fine-tuning: digits from a worse scanner, learned from 50 rows by a network that knows digits from a good one.
 
-Data      1,797 digits of 8 x 8 pixels that come with scikit-learn: 901 of 0 to 4, and 50 of 5 to 9 to learn from
-Time      2 to 3 seconds of training on one CPU core (--smoke: fewer epochs, less)
-Expected  at least 94 % of the other 846 digits of 5 to 9 right
+Data      1,797 digits of 8 x 8 pixels that come with scikit-learn: 1,000 as they are, to start from; the others with a
+          third of the contrast and with noise, 50 to learn from and 747 to test by
+Time      4 to 8 seconds of training on one CPU core
+Expected  at least 80 % of the test digits right after fine-tuning, in the mean of five draws of the 50 rows; from
+          scratch 62 %, and 15 % by the first network as it is
 
-A backbone learns to tell the digits 0 to 4 from 901 rows; with a new head it learns 5 to 9 from ten rows of each. The
-head is trained alone first, then the backbone's last block with it, then its first, each at three tenths of the rate
-of what follows it. The same network without a backbone to start from (--scratch) gets 93 to 96 % right, too: digits are
-too easy for a head start to show. How it is written is what this example is for.
+The last layers are trained first, then all, at a rate that halves with each layer towards the input. The weights that
+are tested are averaged over the last updates.
 """
 
-import sys
+from __future__ import annotations
+
+import copy
 
 import torch
 from sklearn.datasets import load_digits
 from torch import Tensor, nn
 
-from trainwright import EMA, Cosine, Report, Trainer, accuracy, adamw, batches, freeze, unfreeze
+from trainwright import EMA, Cosine, Trainer, accuracy, adamw, batches, freeze, unfreeze
 
-Pair = tuple[Tensor, Tensor]
-SCRATCH = "--scratch" in sys.argv
+Rows = tuple[Tensor, Tensor]
+EPOCHS = 20
 
 
 class Block(nn.Sequential):
@@ -31,7 +33,7 @@ class Network(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.backbone = nn.Sequential(Block(1, 16), Block(16, 32), nn.MaxPool2d(2), nn.Flatten())
-        self.head = nn.Linear(512, 5)
+        self.head = nn.Linear(512, 10)
 
     def forward(self, images: Tensor) -> Tensor:
         scores: Tensor = self.head(self.backbone(images))
@@ -40,55 +42,62 @@ class Network(nn.Module):
 
 class FineTuned(Trainer[Network]):
     def begin_epoch(self, epoch: int) -> None:
-        if part := {6: "backbone.1", 10: "backbone"}.get(epoch):
-            unfreeze(self.model, part)  # its BatchNorm layers, in eval mode until now, train again too
+        if epoch == 2:
+            unfreeze(self.model, "backbone.0")  # its BatchNorm, in eval mode until now, trains again too
 
 
-def digits() -> tuple[Pair, Pair, Pair]:
-    """0 to 4; ten rows each of 5 to 9; all others of 5 to 9, held out."""
+def digits() -> tuple[Rows, Rows]:
+    """1,000 digits of the good scanner, and 797 others of the worse one."""
     pixels, targets = load_digits(return_X_y=True)
-    order = torch.randperm(len(pixels), generator=torch.Generator().manual_seed(0))
-    images = torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16
-    classes = torch.tensor(targets)[order]
-    rows = [torch.where(classes == digit)[0] for digit in range(10)]
-    low, few, rest = torch.cat(rows[:5]), torch.cat([r[:10] for r in rows[5:]]), torch.cat([r[10:] for r in rows[5:]])
-    return (images[low], classes[low]), (images[few], classes[few] - 5), (images[rest], classes[rest] - 5)
+    draw = torch.Generator().manual_seed(0)
+    order = torch.randperm(len(pixels), generator=draw)
+    images, classes = (
+        torch.tensor(pixels, dtype=torch.float32).view(-1, 1, 8, 8)[order] / 16,
+        torch.tensor(targets)[order],
+    )
+    worse = 0.3 * images[1000:] + 0.3
+    worse += 0.08 * torch.randn(worse.shape, generator=draw)
+    return (images[:1000], classes[:1000]), (worse, classes[1000:])
 
 
-def pretrained(low: Pair, *, epochs: int) -> Network:
-    model = Network()
-    trainer = Trainer(model, adamw(lr=3e-3), nn.CrossEntropyLoss(), console=False)
-    trainer.fit(batches(low, 32, shuffle=True, seed=0), epochs=epochs)
+def train(model: Network, data: Rows, *, tuned: bool) -> Network:
+    optimizer = adamw(lr=3e-3)
+    if tuned:
+        freeze(model, "backbone.0")
+        optimizer = adamw(lr=3e-3, layer_decay=0.5, layers="backbone")  # frozen parameters are in it too, and wait
+    cls = FineTuned if tuned else Trainer[Network]
+    schedule, average = Cosine(warmup=0.1), EMA(0.9)
+    trainer = cls(model, optimizer, nn.CrossEntropyLoss(), schedule=schedule, average=average, console=False)
+    trainer.fit(batches(data, 10, shuffle=True, seed=0), epochs=EPOCHS)
     return model
 
 
-def fine_tune(model: Network, few: Pair, held_out: Pair, *, epochs: int) -> Report:
-    model.head = nn.Linear(512, 5, device=model.head.weight.device)  # a new layer lies on the CPU else
-    optimizer = adamw(lr=3e-3)
-    if not SCRATCH:
-        freeze(model, "backbone")
-        optimizer = adamw(lr=3e-3, layer_decay=0.3, layers="backbone")  # frozen parameters are in it too, and wait
-    trainer = FineTuned(
-        model,
-        optimizer,
-        nn.CrossEntropyLoss(),
-        metrics={"accuracy": accuracy},
-        schedule=Cosine(warmup=0.1),
-        average=EMA(0.9),
-    )
-    val = batches(held_out, 256)
-    trainer.fit(batches(few, 10, shuffle=True, seed=0), val, epochs=epochs)
-    return trainer.report(val)
+def right(model: Network, test: Rows) -> float:
+    trainer = Trainer(model, loss=nn.CrossEntropyLoss(), metrics={"accuracy": accuracy}, console=False)
+    return trainer.evaluate(test)["val_accuracy"]
 
 
 def main() -> None:
-    smoke = "--smoke" in sys.argv
+    torch.set_num_threads(1)  # a network this small gains nothing from more
     torch.manual_seed(0)
-    low, few, held_out = digits()
-    model = Network() if SCRATCH else pretrained(low, epochs=1 if smoke else 5)
-    print(fine_tune(model, few, held_out, epochs=12 if smoke else 20))
+    good, worse = digits()
+    start = Network()
+    trainer = Trainer(start, adamw(lr=3e-3), nn.CrossEntropyLoss(), metrics={"accuracy": accuracy})
+    trainer.fit(batches(good, 32, shuffle=True, seed=0), epochs=8)
+
+    found = []
+    for seed in range(5):
+        torch.manual_seed(seed)
+        order = torch.randperm(len(worse[0]))
+        few, test = ((worse[0][part], worse[1][part]) for part in (order[:50], order[50:]))
+        models = start, train(Network(), few, tuned=False), train(copy.deepcopy(start), few, tuned=True)
+        found.append([right(model, test) for model in models])
+        print("draw {}: {:.1%} as it is, {:.1%} from scratch, {:.1%} fine-tuned".format(seed, *found[-1]))
+    before, scratch, tuned = torch.tensor(found).mean(0).tolist()
+    print(
+        f"{tuned:.1%} of the test digits are right after fine-tuning; {scratch:.1%} from scratch, {before:.1%} before"
+    )
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(1)  # a network this small gains nothing from more
     main()

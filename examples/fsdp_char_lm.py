@@ -5,15 +5,14 @@
 
 Data      the text behind Python's `help("while")`, 465,000 characters in Python 3.11; its last tenth is held out
 Expected  2.19 bits per character of held-out text (3.3 by counting pairs of characters), the same alone and in two
-Time      one minute of each of two cores, or of one alone (--smoke: ten updates, seconds)
-Writes    runs/fsdp_char_lm: checkpoints, and weights.safetensors for one process (--smoke: nothing that stays)
+Time      one minute of each of two cores, or of one alone
+Writes    runs/fsdp_char_lm: checkpoints, and weights.safetensors for one process
 
 Each process holds half of every weight, gradient and moment. A block's weights are gathered for its forward and its
 backward, so that whatever runs the model is for all processes alike: training, evaluation, and writing text too.
 """
 
 import math
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 
@@ -81,7 +80,7 @@ def write(model: nn.Module, length: int) -> str:
     return "".join(CHARACTERS[letter] for letter in letters[0])
 
 
-def train(directory: Path | None, *, epochs: int, rows: int | None) -> None:
+def train(directory: Path, *, epochs: int) -> None:
     torch.manual_seed(0)
     cut = len(TEXT) * 9 // 10
     inputs, following = pieces(TEXT[:cut])
@@ -99,7 +98,7 @@ def train(directory: Path | None, *, epochs: int, rows: int | None) -> None:
         device="cpu",
     )
     resume = "auto" if directory else None
-    trainer.fit(batches((inputs[:rows], following[:rows]), 32, shuffle=True, seed=0), val, epochs=epochs, resume=resume)
+    trainer.fit(batches((inputs, following), 32, shuffle=True, seed=0), val, epochs=epochs, resume=resume)
 
     # Not `if trainer.is_main: write(...)`: its forwards would wait for the other processes.
     trainer.print(f"It writes:\n{write(trainer.model, 400)}\n")
@@ -121,7 +120,4 @@ def alone(path: Path, val: object) -> float:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)  # two processes on two cores
-    if "--smoke" in sys.argv:
-        train(None, epochs=1, rows=320)
-    else:
-        train(Path("runs/fsdp_char_lm"), epochs=3, rows=None)
+    train(Path("runs/fsdp_char_lm"), epochs=3)

@@ -1,6 +1,6 @@
 """Compile the blocks of a transformer, in place: the same losses, and what it costs and gives on this machine.
 
-    python examples/compile.py
+    python tests/benchmarks/compiled_blocks.py
 
 Trains twice from the same weights on Python's own documentation, plain and with `Fast(compile="regional")`, which
 compiles the block that the model repeats once for all of them. Prints the losses of both, the time to the first update,
