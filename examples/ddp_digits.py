@@ -5,7 +5,7 @@
     python examples/ddp_digits.py --launch 2                          # started by `launch`, which notebooks can use too
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
-Expected  98.5 % of the held-out digits right, whichever way, and a loss on them that is the same to 12 digits
+Expected  at least 98 % of the held-out digits right, whichever way, and a loss on them that is the same to 12 digits
 Time      4 to 7 seconds of training
 Writes    runs/ddp_digits; --directory names another
 

@@ -12,6 +12,8 @@ Expected  at least 96 % of the held-out digits right
 from __future__ import annotations
 
 import argparse
+import os
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -69,10 +71,18 @@ class RandomShift(nn.Module):
 
 
 def write_digits(directory: Path) -> None:
+    """Write the digits as files, complete or not at all: several processes may do it at once."""
+    if directory.exists():
+        return
+    staging = directory.with_name(f"{directory.name}-{os.getpid()}")
     pixels, targets = load_digits(return_X_y=True)
     for row, (image, target) in enumerate(zip(pixels, targets, strict=True)):
-        (directory / str(target)).mkdir(parents=True, exist_ok=True)
-        Image.fromarray((image * 15.9).astype(np.uint8).reshape(8, 8)).save(directory / str(target) / f"{row}.png")
+        (staging / str(target)).mkdir(parents=True, exist_ok=True)
+        Image.fromarray((image * 15.9).astype(np.uint8).reshape(8, 8)).save(staging / str(target) / f"{row}.png")
+    try:
+        staging.rename(directory)
+    except OSError:  # another process was first
+        shutil.rmtree(staging)
 
 
 def main() -> None:

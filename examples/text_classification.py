@@ -4,7 +4,7 @@ Data      about 3,700 sentences from the docstrings of 8 modules of this Python;
 Time      6 to 15 seconds of training on one CPU core
 Expected  at least 75 % of the held-out sentences right; the largest module alone would be right for 25 %
 
-Strings become numbers in `collate`, batch by batch. Words and pairs of words are hashed: there is no vocabulary to keep.
+Strings become numbers in `collate`, batch by batch. Words and pairs of words are hashed, so there is no vocabulary.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import ast
 import re
 import sysconfig
 import zlib
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -40,7 +41,7 @@ def sentences(module: str) -> list[str]:
 def numbered(text: str) -> list[int]:
     """Numbers of the words and of the pairs of words in a text, by a hash: no vocabulary has to be kept."""
     words = re.findall(r"[a-z_]+|[^\sa-z_]", text.lower())
-    pairs = [" ".join(pair) for pair in zip(words, words[1:], strict=False)]
+    pairs = [" ".join(pair) for pair in pairwise(words)]
     return [1 + zlib.crc32(word.encode()) % (WORDS - 1) for word in (*words, *pairs)]
 
 
@@ -82,7 +83,7 @@ def main() -> None:
     for text in (
         "Return the median of the data.",
         "Draw a circle with the given radius.",
-        "Wait until the task is done.",
+        "Wait for the task.",
     ):
         scores = trainer.predict(collate([(text, 0)])[:1])
         print(f"{MODULES[scores.argmax()]:<12}{text}")

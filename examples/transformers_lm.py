@@ -21,7 +21,7 @@ from trainwright import Cosine, Trainer, adamw, batches
 from trainwright.metrics import Derived
 
 try:
-    import transformers
+    import transformers  # pyright: ignore[reportMissingImports]
 except ImportError:
     sys.exit("this example needs transformers: pip install transformers")
 
@@ -45,9 +45,9 @@ def main() -> None:
         n_embd=96,
         n_layer=2,
         n_head=4,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
+        resid_pdrop=0,
+        embd_pdrop=0,
+        attn_pdrop=0,
     )
     model = transformers.GPT2LMHeadModel(config)
     trainer = Trainer(
