@@ -41,7 +41,7 @@ def main() -> None:
         loggers.append(TensorBoardLogger(RUN / "tensorboard"))
     if asked.wandb:
         os.environ.setdefault("WANDB_MODE", "offline")
-        loggers.append(WandbLogger(project="digits", dir=RUN))
+        loggers.append(WandbLogger(project="digits", directory=RUN))
     if asked.mlflow:
         loggers.append(MLflowLogger(experiment="digits", tracking_uri=f"sqlite:///{RUN}/mlflow.db"))
 
