@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
 import time
 from collections.abc import Callable
+from contextlib import suppress
+from traceback import clear_frames
 from typing import Any
 
 import pytest
@@ -46,7 +49,12 @@ def is_full() -> None:
 def note(call: Callable[[], Any], error: type[Exception] = RuntimeError) -> str:
     with pytest.raises(error) as caught:
         call()
-    return "\n".join([str(caught.value), *caught.value.__notes__])
+    said = "\n".join([str(caught.value), *caught.value.__notes__])
+    with suppress(RuntimeError):  # the iterator ends with the traceback that holds it, and torch may raise once more
+        clear_frames(caught.tb)
+        del caught
+        gc.collect()
+    return said
 
 
 ROWS = r"\n  rows     (0, 1, 2, 3; then )?8, 9, 10, 11(; then 16, 17, 18, 19)?\n"
