@@ -606,7 +606,7 @@ class Trainer(Generic[M]):
 
     def _repr_html_(self) -> str:
         """Return the settings and the progress as a table, for a notebook."""
-        from trainwright.core.html import html_pairs
+        from trainwright.core.figures import html_pairs
 
         return html_pairs({**settings_of(self), "device": self.device, "updates": self.progress.updates})
 

@@ -1,7 +1,7 @@
 """Records, durations, errors, checks, devices and random states: what all other packages use.
 
 Files in reading order:
-`records.py`: what a step returns, what observers get, what `fit` returns; `figures.py` draws it.
+`records.py`: what a step returns, what observers get, what `fit` returns; `figures.py` shows it.
 `durations.py`: `Updates`, `Epochs`, `Seconds`, and triggers that fire each time one has passed.
 `progress.py`: the counters of a run. `plan.py`: what a run will do. `monitor.py`: which value of a number is better.
 `errors.py`: errors and the layout of their messages. `checks.py`: checks of settings and of saved state.

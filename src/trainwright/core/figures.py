@@ -1,6 +1,6 @@
-"""All plotting: figures of plain numbers, without the global state of pyplot. Matplotlib is imported on first use.
+"""Figures and HTML tables of plain numbers, without the global state of pyplot. Matplotlib is imported on first use.
 
-Every function returns a matplotlib `Figure`, which a notebook displays; with `path` it is saved too, in the format of
+A plot is returned as a matplotlib `Figure`, which a notebook displays; with `path` it is saved too, in the format of
 the suffix. SettingError without matplotlib, or for a suffix that it cannot write.
 """
 
@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
 from importlib.util import find_spec
 from io import BytesIO
 from pathlib import Path
@@ -319,3 +320,42 @@ def _whole_ticks(axes: Any, places: Sequence[float]) -> None:
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, integer=True))
     if len(set(places)) == 1:
         axes.set_xlim(places[0] - 1, places[0] + 1)
+
+
+# Small tables by which notebooks show records: escaped, without colors of their own, in light and in dark.
+
+_MOST_ROWS = 12
+"""Rows of a history that are shown: the last ones."""
+
+
+def html_table(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> str:
+    """Return a table; the first cell of a row is its name."""
+    top = f"<thead><tr>{''.join(f'<th>{_html_text(name)}</th>' for name in head)}</tr></thead>" if head else ""
+    lines = "".join(
+        f'<tr><th style="text-align: left">{_html_text(name)}</th>'
+        + "".join(f'<td style="text-align: left">{_html_text(cell)}</td>' for cell in cells)
+        + "</tr>"
+        for name, *cells in rows
+    )
+    return f"<table>{top}<tbody>{lines}</tbody></table>"
+
+
+def html_pairs(values: Mapping[str, Any]) -> str:
+    """Return a table of names and values, without values that are empty."""
+    return html_table((name, value) for name, value in values.items() if value not in (None, "", (), {}))
+
+
+def html_history(history: Sequence[Mapping[str, float]]) -> str:
+    """Return the last rows of a history as a table; empty without one."""
+    names = list(dict.fromkeys(name for row in history for name in row))
+    hidden = len(history) - _MOST_ROWS
+    note = f"<p>{hidden} earlier rows are not shown.</p>" if hidden > 0 else ""
+    return note + html_table(([row.get(name, "") for name in names] for row in history[-_MOST_ROWS:]), head=names)
+
+
+def _html_text(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:.4g}"
+    if isinstance(value, tuple | list):
+        return "<br>".join(map(_html_text, value))
+    return escape(str(value))

@@ -72,7 +72,7 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what is planned, for a notebook."""
-        from trainwright.core.html import html_pairs
+        from trainwright.core.figures import html_pairs
 
         known = {one.name: getattr(self, one.name) for one in fields(self) if one.repr and one.compare}
         accumulate = (

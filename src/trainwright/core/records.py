@@ -166,7 +166,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return how the run ended and the last rows of its history, for a notebook."""
-        from trainwright.core.html import html_history, html_pairs
+        from trainwright.core.figures import html_history, html_pairs
 
         best = self.best and f"{self.best.name} {self.best.value:.4g} at epoch {self.best.epoch}"
         ended = {"end": self.stopped, "updates": self.updates, "epochs": self.epochs, "seconds": self.seconds}

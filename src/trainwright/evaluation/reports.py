@@ -63,7 +63,7 @@ class Report:
 
     def _repr_html_(self) -> str:
         """Return the numbers as a table, for a notebook."""
-        from trainwright.core.html import html_table
+        from trainwright.core.figures import html_table
 
         rows = self.numbers if self.kind == "classes" else {**self.numbers.get("columns", {}), "all": self.numbers}
         scores = {name: one for name, one in rows.items() if isinstance(one, dict)}

@@ -165,7 +165,7 @@ class Advice:
 
     def _repr_html_(self) -> str:
         """Return findings, techniques and settings as tables, for a notebook."""
-        from trainwright.core.html import html_pairs, html_table
+        from trainwright.core.figures import html_pairs, html_table
 
         found = [(one.name, one.what, one.fix) for one in self.findings]
         tried = [one.cells() for one in self.tried if one.speedup is not None]
