@@ -184,3 +184,8 @@ def test_a_trainer_shows_its_arguments_hooks_methods_and_documented_attributes_a
     assert shown == arguments | {*HOOKS, *METHODS} | ATTRIBUTES
     pages = "".join(page.read_text() for page in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")])
     assert [name for name in sorted(ATTRIBUTES) if not re.search(rf"(trainer|self)\.{name}\b", pages)] == []
+
+
+def test_the_citation_names_the_version_of_the_package() -> None:
+    for path, line in ((".github/CITATION.cff", "version: {}"), ("docs/citing.md", "version = {{{}}}")):
+        assert line.format(trainwright.__version__) in (ROOT / path).read_text()
