@@ -5,7 +5,7 @@
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
 Time      1 to 2 seconds of training on one CPU core, without the loggers of other packages
 Expected  at least 90 % of the held-out digits right; eight validations in the table
-Writes    runs/logged: numbers.csv, journal.jsonl, and what the loggers write
+Writes    runs/logged: numbers.csv, journal.jsonl, and what the loggers write; MLflow keeps pictures in mlruns
 
 A logger is an observer: it gets plain numbers, and cannot change the run. One that fails warns once, and the run goes
 to its end. Weights & Biases is offline here; without WANDB_MODE it sends the numbers to its server.

@@ -1,4 +1,4 @@
-"""Writes the golden checkpoint of the current format: `python tests/checkpointing/make_golden.py`, once for each format.
+"""Writes the golden checkpoint of the current format, once for each: `python tests/checkpointing/make_golden.py`.
 
 A run with dropout, a schedule, an average, clipping, metrics and early stopping is saved inside its second epoch. The
 weights at its end lie beside the checkpoint. Later versions must resume from it, or refuse it by name.
