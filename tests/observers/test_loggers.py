@@ -29,13 +29,8 @@ pytestmark = pytest.mark.filterwarnings("ignore::sqlalchemy.exc.SADeprecationWar
 
 
 @pytest.fixture(autouse=True)
-@pytest.fixture(autouse=True)
-def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """MLflow keeps pictures in the current directory, beside a store in a database."""
-    monkeypatch.chdir(tmp_path)
-
-
-def offline(monkeypatch: pytest.MonkeyPatch) -> None:
+def offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # MLflow keeps pictures in the current directory, beside a store in a database
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_SILENT", "true")
     monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
