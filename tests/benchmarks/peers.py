@@ -73,6 +73,8 @@ def run(part: str, args: argparse.Namespace, contestants: list[Contestant]) -> t
         found[of.name] = times_of(part, of, contestants, args)
         print(tables.times(of, found[of.name], contestants), flush=True)
     print(tables.summary(found, contestants))
+    if part == "train":
+        print(tables.over_tuned(found, contestants))
     print(tables.judged(part, found), flush=True)
     plain = {name: {one: asdict(times) for one, times in of.items()} for name, of in found.items()}
     return plain, tables.sound(found)

@@ -101,6 +101,13 @@ def test_a_target_is_judged_by_the_median_of_ratios_within_rounds() -> None:
     assert "| 1.050 | 0.975 to 1.275 | **missed** |" in tables.judged("train", {"W2": times})
 
 
+def test_microseconds_over_the_tuned_loop_are_medians_of_differences_within_rounds_per_update() -> None:
+    times = {"trainwright": Times([2e-6, 10e-6, 3e-6]), "tuned": Times([1e-6, 5e-6, 6e-6])}
+    printed = tables.over_tuned({"W2": times, "W2f": times}, [BY_NAME["trainwright"]])
+    assert "| us over tuned per update | W2 | quartiles | W2f | quartiles |" in printed
+    assert "| trainwright | +1 | -1 to +3 | +4 | -4 to +12 |" in printed
+
+
 def test_memory_of_a_child_process_is_measured() -> None:
     from contestants.measuring import memory
 

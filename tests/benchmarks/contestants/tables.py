@@ -12,7 +12,7 @@ import torch
 from contestants.entry import Contestant
 from contestants.every import BY_NAME
 from contestants.measuring import Times
-from contestants.tasks import Task
+from contestants.tasks import Task, task
 
 OURS = ("trainwright", "trainwright-loader")
 OTHER = ("trainwright-other", "plain-other")
@@ -83,6 +83,28 @@ def summary(found: Mapping[str, Mapping[str, Times]], contestants: Sequence[Cont
         if any(cells):
             lines.append(f"| {one.name} | {' | '.join(cells)} |")
     return "\n".join([*lines, ""])
+
+
+def over_tuned(found: Mapping[str, Mapping[str, Times]], contestants: Sequence[Contestant]) -> str:
+    """Tell all training tasks: microseconds per update over the tuned loop's of the same round."""
+    measured = {name: of for name, of in found.items() if "tuned" in of and not of["tuned"].failed}
+    lines = [f"| us over tuned per update | {' | '.join(f'{name} | quartiles' for name in measured)} |"]
+    lines.append("|---|" + "--:|---|" * len(measured))
+    for one in contestants:
+        cells = [cell for name, of in measured.items() for cell in over(name, of.get(one.name), of["tuned"])]
+        if any(cells):
+            lines.append(f"| {one.name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, ""]) if measured else ""
+
+
+def over(name: str, own: Times | None, tuned: Times) -> list[str]:
+    """Return the median difference per update in microseconds, and the quartiles."""
+    if own is None or own.failed:
+        return ["", ""]
+    batches = task(name).accumulate
+    found = [(a - b) * 1e6 * batches for a, b in zip(own.thread, tuned.thread, strict=True)]
+    low, _, high = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else [found[0]] * 3
+    return [f"{statistics.median(found):+.0f}", f"{low:+.0f} to {high:+.0f}"]
 
 
 def judged(part: str, found: Mapping[str, Mapping[str, Times]]) -> str:
