@@ -30,6 +30,7 @@ class Faulty(Noisy):
 
     def __getitem__(self, index: int) -> Any:
         if index == self.row and get_worker_info() is not None:
+            time.sleep(0.5)  # the other worker has started too: the main process fetches
             self.fault()
         return torch.tensor(index)
 
