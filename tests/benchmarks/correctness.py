@@ -1,4 +1,4 @@
-"""Correctness beside a plain loop, Lightning, Accelerate and the Trainer of transformers, each at its defaults.
+"""Correctness beside a plain loop, Lightning, Accelerate, the Trainer of transformers and Ignite, at their defaults.
 
     pip install torch==2.13.0 && pip install -e . --group peers     # in an environment of its own
     python tests/benchmarks/correctness.py killed              # or window, tokens, validation, nan, monitor, import
@@ -44,6 +44,7 @@ TITLES = {
     "lightning": "Lightning",
     "accelerate": "Accelerate",
     "transformers": "Trainer of transformers",
+    "ignite": "Ignite",
 }
 MARK = "@@result "
 WITHIN = 10
@@ -101,8 +102,7 @@ def kills(name: str, number: int, seed: int, every: int | None) -> dict[str, Any
 
     own, drawn = program(name), random.Random(seed)
     first = 1 if every is None else 2  # epochs before the checkpoint from which on a run may be killed
-    for module in ("torch._dynamo", *([own.PACKAGE] if own.PACKAGE else [])):
-        importlib.import_module(module)
+    importlib.import_module("torch._dynamo")
     exec(own.SCRIPT_IMPORTS, {})
     with tempfile.TemporaryDirectory() as root:
 
@@ -334,7 +334,8 @@ def table(rows: dict[str, Any]) -> str:
     known: dict[str, str] = {}
     for row in rows.values():
         known |= row["versions"]
-    titles = [f"{TITLES[name]} {known.get(name, '') if name != 'trainwright' else ''}".strip() for name in names]
+    packages = {name: program(name).PACKAGE for name in names if name != "trainwright"}
+    titles = [f"{TITLES[name]} {known.get(packages.get(name), '')}".strip() for name in names]
     lines = [f"| row | | {' | '.join(titles)} |", "|---|---|" + "--:|" * len(names)]
     for row in ROWS:
         if row in rows:
