@@ -14,7 +14,7 @@ SCRIPT_IMPORTS = "from ignite.engine import Events, create_supervised_trainer"
 
 
 def killed(folder: Path, every: int | None, log: common.Log) -> None:
-    """The example cifar10: `Checkpoint` of model, optimizer and trainer with a `DiskSaver`, and `load_objects`."""
+    """`Checkpoint` of model, optimizer and trainer with a `DiskSaver`, and `load_objects`."""
     from ignite.engine import Events, create_supervised_trainer
     from ignite.handlers import Checkpoint, DiskSaver
     from ignite.utils import manual_seed
@@ -59,7 +59,7 @@ def tokens() -> dict[str, nn.Module]:
 
 
 def validation() -> dict[str, dict[str, float]]:
-    """The example cifar10: `auto_model`, `auto_dataloader`, and metrics of the supervised evaluator."""
+    """`auto_model`, `auto_dataloader`, and metrics of the supervised evaluator."""
     import ignite.distributed as idist
     from ignite.engine import create_supervised_evaluator
     from ignite.metrics import Accuracy, Loss
