@@ -280,7 +280,7 @@ def own_part(
     """Return the part of a shared store that belongs to the processes of this attempt; all of them call this.
 
     The launcher's store holds the keys of earlier attempts, and a group that read them would wait for dead processes
-    (torch's own groups do, when torchrun restarts them). The number of restarts does not tell attempts apart: the
+    (torch's own groups do, when torchrun restarts them). The number of restarts does not distinguish attempts: the
     launchers of several machines count for themselves. So each rank asks with a random word, and rank 0, which answers
     only while it lives, names the part. `look` is called with the ranks that have not come yet, again and again.
 

@@ -338,7 +338,7 @@ def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["cl
     if target.is_floating_point() and not _may_be_classes(pairs):
         return "values"
     raise SettingError(
-        "the targets may be classes or values, and the loss does not tell",
+        "the targets may be classes or values, and the loss does not say which",
         have=f"{shapes_of(output, target)}; loss: {name_of(loss)}",
         want='kind="classes" (precision, recall, F1) or kind="values" (R2, MAE, RMSE)',
         fix='report(data, kind="classes")',

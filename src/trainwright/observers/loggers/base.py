@@ -29,7 +29,7 @@ class Logger(Observer):
     began as `epoch/...`. Skipped updates have no step. The settings are logged when the first number is: those of the
     trainer, of the data and of the optimizers, as text and numbers; never environment variables or the command line.
 
-    An error of the tracker does not stop the run. It is a warning, once, and logging goes on at the next validation;
+    An error of the tracker does not stop the run. It is a warning, once, and logging continues at the next validation;
     where the tracker could not be opened, at the next `fit`.
 
     A logger for another tracker overrides `open`, `write`, `flush`, `close` and, for figures, `write_figure`.
