@@ -84,6 +84,15 @@ NAMES = public_names()
 CODE = re.compile(r"(?P<name>\w+)(?P<method>\.\w+)?(?P<call>\(.*\))?", re.S)
 
 
+def is_in_first_column(node: nodes.Node) -> bool:
+    """Return whether a node is in the first column of a table."""
+    while node.parent is not None:
+        if isinstance(node, nodes.entry):
+            return bool(node.parent.index(node) == 0)
+        node = node.parent
+    return False
+
+
 class LinkNames(SphinxTransform):
     """Makes code that names a public class or function a link to its place in the reference."""
 
@@ -96,6 +105,8 @@ class LinkNames(SphinxTransform):
             found = CODE.fullmatch(literal.astext())
             if found is None or found["name"] not in NAMES or isinstance(literal.parent, nodes.title | nodes.reference):
                 continue
+            if self.env.docname.startswith("coming_from/") and is_in_first_column(literal):
+                continue  # names of another library
             if not (everything or found["call"] or found["name"][0].isupper() or "_" in found["name"]):
                 continue  # `accuracy` alone may be the name of a number
             target = NAMES[found["name"]] + (found["method"] or "")
