@@ -20,6 +20,8 @@ from test_docs import FENCE, PROGRAMS, ROOT, blocks, run
 
 PYTHON = os.environ.get("TRAINWRIGHT_PEERS_PYTHON", sys.executable)
 PAGES = sorted(page for folder in PROGRAMS for page in folder.glob("*.md") if page.name != "index.md")
+SHARED_LINES = 11
+"""Lines of data and model, the same on all pages."""
 MOST_KERAS_DIFFERS = 0.05
 """Keras has an AdamW of its own, so that its page states no number."""
 
@@ -98,3 +100,20 @@ def test_the_cookbook_has_thirty_recipes_and_lists_each_page() -> None:
     recipes = [page for page in PAGES if page.parent.name == "cookbook"]
     assert len(recipes) >= 30
     assert [page.name for page in recipes if f"({page.name})" not in listed] == []
+
+
+def test_the_readme_states_the_lines_of_the_programs() -> None:
+    """Lines of code of each side, without those that all pages share: data and model."""
+
+    def lines(code: str) -> int:
+        return len([line for line in code.splitlines() if line.strip() and not line.strip().startswith("#")])
+
+    pages = {page.stem: list(blocks(page)) for page in PAGES if page.parent.name == "coming_from"}
+    counted = {name: lines(of_page[0].code) - SHARED_LINES for name, of_page in pages.items()}
+    ours = lines(pages["lightning"][1].code)
+    stated = (
+        f"is {ours} lines of code here, {counted['plain_loop']} as a plain loop and in\nIgnite, "
+        f"{counted['accelerate']} in Accelerate, {counted['lightning']} in Lightning and transformers"
+    )
+    assert counted["ignite"] == counted["plain_loop"] and counted["transformers"] == counted["lightning"]
+    assert stated in (ROOT / "README.md").read_text()
