@@ -292,7 +292,7 @@ class Trainer(Generic[M]):
             losses, grad_tensors = strategy.backward_args(returned)  # a grad_tensor is the weight of its loss
             torch.autograd.backward(losses, grad_tensors)
         tracker.recording = True
-        # The gradients of a single micro-batch are complete: its mean had no weight.
+        # The loss of a single micro-batch was divided by its own count: no factor is missing.
         complete = window.is_single and run.scaler is None
         loss: Tensor = tracker.window_loss if complete else strategy.finish_backward(window)
         return loss

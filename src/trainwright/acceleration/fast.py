@@ -1,4 +1,4 @@
-"""`Fast(...)`: what may make a run faster, and what is switched for it; none of it changes what is computed."""
+"""`Fast(...)`: what may make a run faster; results differ at most by the order of floating-point additions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Switch on compilation, memory layouts and data on the device for a run, and say which path its updates take.
 
-None of the switches changes a result, and all are undone when the run ends.
+Results differ at most by the order of floating-point additions. All switches are undone when the run ends.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def acceleration_notes(trainer: TrainerLike) -> tuple[str, ...]:
 
 
 def fast_path(trainer: TrainerLike) -> str:
-    """Return the path of the updates and its cost on this device: L1 reads them later, L0 reads each at once."""
+    """Return the path of the updates and its cost on this device: read later (L1), or each at once (L0)."""
     why = trainer._record.path.why_immediate
     if why is None:  # before the first run no schedule is bound
         scaler = None if trainer.precision is None else trainer.precision.loss_scale(trainer.device.type)

@@ -94,9 +94,9 @@ class Validation:
     patience: int
     """Early stopping's patience; 0 without early stopping."""
     seconds: float
-    """Time since the last record of this kind."""
+    """Time since the last `Validation` record."""
     rows: int
-    """Rows trained on since the last record of this kind."""
+    """Rows trained on since the last `Validation` record."""
     waiting: float
     """Share of that time spent waiting for data, 0 to 1."""
     skipped: int

@@ -1,4 +1,7 @@
-"""Batches cut from the rows of a data set, in an order that depends on (seed, epoch) alone."""
+"""Batches cut from the rows of a data set, in an order that depends on (seed, epoch) alone.
+
+Epochs count from 0 in each `fit`: a second `fit` repeats the orders of the first.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ class BatchSettings:
     drop_last: bool = False
     workers: int = 0
     varies: bool = False
-    """Whether batches may have fewer rows than `size`."""
+    """Whether batches besides the last one may have fewer rows than `size`."""
 
     def __post_init__(self) -> None:
         self._check_sizes()

@@ -69,7 +69,7 @@ def _failed(failure: Failure) -> str:
 
 
 def _name_the_step(error: StepError, trainer: Any) -> None:
-    """Add a note on the user's own step that returned no loss, and the line where it is defined."""
+    """Add a note that names the user's step which returned no loss, and the line where it is defined."""
     called, trace = set(), error.__traceback__
     while trace is not None:
         called.add(trace.tb_frame.f_code.co_name)

@@ -281,7 +281,7 @@ def _against_fork() -> str:
 
 
 def _is_missed_in_a_copy(thread: threading.Thread) -> bool:
-    """Whether a copy needs a thread: a daemon is made to be lost, and a pool's waits for work."""
+    """Whether a forked copy would lack a thread that it needs: no daemon, and none of a pool, which only waits."""
     if thread is threading.main_thread() or thread.daemon:
         return False
     pools = sys.modules.get("concurrent.futures.thread")

@@ -4,7 +4,8 @@ Each rank writes a heartbeat to the store of the group, with the position of its
 the others read rank 0's. The first cause that is recorded is the one that all ranks report. When rank 1 fails:
 
 - by an error: it records the error as the cause, and ends;
-- killed or stopped: the others find it silent after `timeout` seconds, or at once where its connections are closed;
+- killed or stopped: the others find it silent after `timeout` seconds, or within about 3 seconds where a call fails
+  because its connections are closed. `launch` ends the rest after its own GRACE;
 - on the others, `cause_of` replaces the error of the next collective by a DistributedError that names rank 1 and its
   line. A rank in a wait that nothing interrupts is ended by its guard thread, GRACE seconds after the cause is known.
 

@@ -2,6 +2,9 @@
 
 It starts fresh, resumes from a checkpoint, or had already finished in an earlier session.
 
+What comes first, by the loaded counters: `interrupted_validation` is set -> that validation; a boundary was reached
+after `last_boundary` -> its work; else the next window, behind `counters.batch` batches.
+
 Nothing is loaded before the plan is complete: `begin_epoch` of the epochs that had begun runs in between, since it may
 add layers and parameter groups.
 

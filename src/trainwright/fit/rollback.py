@@ -1,4 +1,4 @@
-"""The state from before the window in progress: copied where a save may need it, and saved when a run is ended."""
+"""The state from before the window in progress: copied where an interrupted run may have to save it."""
 
 from __future__ import annotations
 

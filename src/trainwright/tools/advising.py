@@ -51,8 +51,9 @@ READY = 24
 FEWEST = 3
 """Pairs of blocks, of a technique and of the trainer against itself, below which there is no verdict."""
 SEVERAL = 6
-"""With this many pairs `CLEAR` is enough: noise alone passes all three conditions in less than 1 of 100 trials, for
-ratios that are lognormal with a deviation of 0.3, one in six an outlier with a further 1.0 (simulated)."""
+"""With this many pairs `CLEAR` is enough: noise alone passes all three conditions (median, noise, lower quartile) in
+less than 1 of 100 trials, for ratios that are lognormal with a deviation of 0.3, one in six an outlier with a further
+1.0 (simulated)."""
 CLEAR = 1.03
 """The least speed-up of a useful technique; the noise must also be smaller, and the lower quartile above 1."""
 CLEAR_OF_FEW = 1.2

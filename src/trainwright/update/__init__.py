@@ -4,9 +4,10 @@ In order of a call, from `Trainer.update`:
 
 - `window`: `Window` groups the micro-batches; `Window.weight` computes the weight of each loss, count / total.
 - `strategy`: `UpdateStrategy`, the object that a run calls for each stage of an update. `fit/run.py::choose_strategy`
-  makes one before the first update: this one (the CPU, and whatever must know at once), `DeferredCheck` (CUDA with
-  fused optimizers) or `DistributedCheck` (several ranks: it averages gradients first, and `ShardedWindow` is its part
-  of a window; with `per_rank_state`).
+  makes one before the first update: `UpdateStrategy` itself (the CPU, or a reason of `why_immediate`), `DeferredCheck`
+  (CUDA with fused optimizers), `DeferredSkip` (there with fp16 or "skip") or `DistributedCheck` (several ranks: it
+  averages gradients first, and `ShardedWindow` is its part of a window; with `per_rank_state`). `ManualUpdate` is
+  around the `update` of a user.
 - `trainer_like`: what a run reads of its Trainer, and which methods the user overrides.
 - `batches`: the default step: batch -> inputs and target -> output -> loss.
 - `loss_tracker`: `LossTracker.backward_args` turns the return of a step into a recorded number and the arguments of

@@ -59,7 +59,7 @@ class ShardedWindow(Window):
         move: Move | None = None,
     ) -> None:
         super().__init__(batches, rows, counts, move=move)
-        self.is_single = False
+        self.is_single = False  # its mean has a weight too: `finish_backward` always runs
         self.all_rows, self.all_batches, self.ranks = all_rows, all_batches, ranks
         self.all_count: Count | None = None
         """The count of the window, once it is reduced after the last `backward`; None for a plain sum."""

@@ -95,7 +95,7 @@ class LossTracker(RunningMeans):
         return (returned,), (None if self._scaler is None else self.grad_tensor(returned, 1.0),)
 
     def record(self, returned: Any) -> StepLoss | None:
-        """Record the return of the step of the next batch; in training return its loss, with its weight.
+        """Record the return of the step that has just run; in training return its loss, with its weight.
 
         In training, evaluation and probes alike. A validation step may return no loss.
         """
@@ -150,7 +150,7 @@ class LossTracker(RunningMeans):
             self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
 
     def _set_weight(self, step_loss: StepLoss, window: Window) -> None:
-        """Set the weight of the loss of the next micro-batch, which has run."""
+        """Advance to the micro-batch whose step has just run, and set the weight of its loss."""
         window.position += 1
         step_loss.count = None if step_loss.count is None else as_count(step_loss.count)
         step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum)
@@ -181,7 +181,10 @@ class LossTracker(RunningMeans):
 
     @property
     def count(self) -> Count:
-        """The count of the micro-batch that is about to run, as the host knows it."""
+        """The count of the micro-batch at `position + 1`, running or just run, as the host knows it.
+
+        Before the first micro-batch and after the last: the rows of the window.
+        """
         window, counter = self.window, self._hooks.count
         if window is None:
             return self._hooks.rows(self.batch) if counter is None else counter(self.batch)

@@ -76,7 +76,7 @@ class Snapshot:
         """Restore each part of which a value has become NaN or infinite since the last capture.
 
         A skipped overflow leaves BatchNorm statistics advanced, as torch's GradScaler does. Statistics that are not
-        finite would never recover: a step up an overflowed gradient makes such, as SAM takes one.
+        finite would never recover: the step of SAM along an overflowed gradient produces such values.
         """
         for part in self.parts:
             part.restore_nonfinite()

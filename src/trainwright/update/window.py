@@ -103,7 +103,7 @@ class Window(Sequence[Any]):
     def weight(self, count: Count | None, *, is_sum: bool) -> Count:
         """Return the weight of the loss of the micro-batch that has just run, without the loss scale.
 
-        `count`: the count of the loss, as of `as_count`; None for a plain sum, which nothing divides.
+        `count`: the count of the loss, as `as_count` returns it; None for a plain sum, which nothing divides.
         """
         if count is None or (self.is_single and not is_sum):
             return 1.0
