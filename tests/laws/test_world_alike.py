@@ -61,7 +61,7 @@ KINDS = {
     "val": ("validation data", "rank 0: none; rank 1: val: 3 batches"),
     "names": ("validation data", "rank 0: val_b: 3 batches"),
     "ends": ("ends", "rank 0: epochs=1"),
-    "validate": ("ends", "validate=Updates(n=1); rank 1"),
+    "validate": ("ends", "validate=Updates(n=1), validate_at_start=False; rank 1"),
     "model": ("model", "rank 0: Linear of 18 numbers in 2 tensors"),
     "accumulate": ("accumulate", "rank 0: 1; rank 1: 2"),
     "clip": ("clip", "rank 0: 1.0; rank 1: None"),

@@ -181,7 +181,7 @@ class _Call:
     def _run(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         looks_on, log = self._looks_on, self._log
         mode = None if looks_on is None else function_mode()
-        if looks_on is not None and isinstance(mode, looks_on):
+        if looks_on is not None and mode is not None and isinstance(mode, looks_on):
             if self._shows is not False:  # uncompiled the first time, and always where it observes a call
                 before, output = mode.seen, self._plain(*args, **kwargs)
                 self._shows = self._shows or mode.seen > before

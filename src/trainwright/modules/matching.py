@@ -118,7 +118,7 @@ def module_classes(
     `written` returns the setting as code, for a value as text. `empty`: whether there may be none.
     """
     several = isinstance(given, Collection) and not isinstance(given, str | nn.Module)
-    classes = tuple(given) if several else (given,)
+    classes: tuple[Any, ...] = tuple(given) if several else (given,)
     wrong = [one for one in classes if not (isinstance(one, type) and issubclass(one, nn.Module))]
     if wrong or not (classes or empty):
         module = next((one for one in wrong if isinstance(one, nn.Module)), None)
