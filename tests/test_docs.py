@@ -1,10 +1,13 @@
 """Every Python block of the README and of the docs runs: the blocks of a page in order, in one namespace.
 
-A block right after a comment `<!-- not run: reason -->` is skipped, visibly and for that reason.
+A block right after a comment `<!-- not run: reason -->` is skipped, visibly and for that reason. A text block that
+follows a Python block is what that block prints; `...` in it stands for any text. After a comment
+`<!-- numbers vary -->` only the words are compared.
 """
 
 from __future__ import annotations
 
+import doctest
 import re
 import traceback
 from collections.abc import Iterator
@@ -34,6 +37,9 @@ SLOW = {GUIDES / "model_selection.md", *(GUIDES / "techniques" / f"{name}.md" fo
 FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S
 )
+SHOWN = re.compile(r"\n*(?P<vary><!-- numbers vary -->\n)?```text\n(?P<text>.*?)^```$", re.M | re.S)
+NUMBER = re.compile(r"[▁▂▃▄▅▆▇█]+|\d[\d.,]*(?:e[+-]?\d+)?")
+OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 QUOTED = "quoted from "
 """Such a block must stand in the source: tests/test_docs_quotes.py looks."""
 
@@ -46,6 +52,9 @@ class Block:
     line: int
     code: str
     reason: str | None
+    shown: str | None = None
+    """The text block that follows."""
+    vary: bool = False
 
     @property
     def name(self) -> str:
@@ -57,12 +66,15 @@ def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
     text = page.read_text() if text is None else text
     for match in FENCE.finditer(text):
         if match["language"] == "python":
-            yield Block(page, text[: match.start("code")].count("\n"), match["code"], match["reason"])
+            shown = SHOWN.match(text, match.end())
+            line = text[: match.start("code")].count("\n")
+            output, vary = (shown["text"], shown["vary"] is not None) if shown else (None, False)
+            yield Block(page, line, match["code"], match["reason"], output, vary)
 
 
 def run(block: Block, namespace: dict[str, Any]) -> None:
     """Run a block; what goes wrong in it names the line of the page."""
-    exec(compile("\n" * block.line + block.code, block.name, "exec"), namespace)
+    exec(compile("\n" * block.line + block.code, block.page.name, "exec"), namespace)
 
 
 @pytest.mark.parametrize(
@@ -72,13 +84,37 @@ def run(block: Block, namespace: dict[str, Any]) -> None:
         for page in PAGES
     ],
 )
-def test_the_code_of_a_page_runs(page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
+    page: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "100")
     namespace: dict[str, Any] = {"__name__": "__main__"}
     for block in blocks(page):
         if block.reason is None:
             run(block, namespace)
+            printed = capsys.readouterr().out
+            # Pages of GUIDES only: those of the tutorial and the README have a comparison of their own.
+            if block.shown is not None and GUIDES in page.parents:
+                assert prints(block, printed), f"{block.name} prints\n{printed}\nand the page shows\n{block.shown}"
+
+
+def prints(block: Block, printed: str) -> bool:
+    """Whether a block printed what its page shows."""
+    shown = block.shown or ""
+    if block.vary:
+        shown, printed = NUMBER.sub("#", shown), NUMBER.sub("#", printed)
+    return doctest.OutputChecker().check_output(shown.strip(), printed.strip(), OUTPUT_FLAGS)
+
+
+def test_a_page_that_shows_another_number_than_its_block_prints_is_noticed() -> None:
+    text = "```python\nprint('loss', 0.5)\n```\n\n```text\nloss 0.5\n```\n"
+    [block] = blocks(ROOT / "page.md", text)
+    assert prints(block, "loss 0.5\n")
+    assert not prints(block, "loss 0.25\n")
+    [block] = blocks(ROOT / "page.md", text.replace("```text", "<!-- numbers vary -->\n```text"))
+    assert prints(block, "loss 0.25\n")
+    assert not prints(block, "rate 0.25\n")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -106,7 +142,7 @@ def test_blocks_run_in_order_and_errors_name_the_line_of_the_page() -> None:
     with pytest.raises(AssertionError) as failed:
         run(found[1], namespace)
     last = traceback.extract_tb(failed.value.__traceback__)[-1]
-    assert (last.filename, last.lineno, namespace["x"]) == ("page.md:11", 13, 2)
+    assert (last.filename, last.lineno, namespace["x"]) == ("page.md", 13, 2)
 
 
 def test_a_block_marked_as_not_run_is_found_with_its_reason() -> None:
