@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from trainwright import SettingError, summary
+from trainwright import SettingError, Trainer, batches, summary
 from trainwright.modules import checkpoint_activations, count_flops
 
 ROWS = 10
@@ -214,3 +214,16 @@ def test_what_cannot_be_summarised_is_refused() -> None:
         summary(nn.Linear(4, 4), X, on="cuda")
     with pytest.raises(TypeError, match="summary"):
         summary("model", X)
+
+
+def test_a_trainer_and_a_loader_get_the_line_to_write_instead():
+    model = nn.Linear(3, 2)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss())
+    data = batches((torch.randn(9, 3), torch.randint(2, (9,))), 4)
+    with pytest.raises(TypeError, match=r"summary\(trainer.model, batch\)"):
+        summary(trainer, data)
+    with pytest.raises(TypeError, match=r"summary\(model, next\(iter\(data\)\)\)"):
+        summary(model, data)
+    with pytest.raises(TypeError, match=r"summary\(model, torch.randn\(8, 3\)\)"):
+        summary(model, (9, 3))
+    assert summary(model, next(iter(data))).layers[0].parameters == 8

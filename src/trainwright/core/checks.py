@@ -191,13 +191,14 @@ def settings_text(value: Any) -> str:
 
 def _dataclass_text(setting: Any) -> str:
     """Return a dataclass with its first value and those that are not the default: `StepLR(Epochs(30), gamma=0.5)`."""
-    first = next(iter(fields(setting)), None)
+    shown = [field for field in fields(setting) if field.repr]
+    first = next(iter(shown), None)
     given = []
-    for field in fields(setting):
+    for field in shown:
         value, by_place = getattr(setting, field.name), field is first and not field.kw_only
         if by_place or field.default is MISSING or not _is_default(value, field.default):
             # A first value that has a default, or is the only one, needs no name.
-            bare = by_place and (field.default is not MISSING or len(fields(setting)) == 1)
+            bare = by_place and (field.default is not MISSING or len(shown) == 1)
             given.append(settings_text(value) if bare else f"{field.name}={settings_text(value)}")
     return f"{type(setting).__name__}({', '.join(given)})" if given else type(setting).__name__
 

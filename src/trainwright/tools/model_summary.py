@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
@@ -53,11 +53,18 @@ def summary(
             model's device, under autocast too.
 
     Raises:
+        TypeError: Where `model` is not a module, or `batch` holds no tensor.
         SettingError: Where a parameter has no shape yet, and where the model cannot be called with the batch.
     """
     check_choice(on, "summary", "on", choices=("meta", "device"))
     if not isinstance(model, nn.Module):
-        raise TypeError(message(f"summary({type(model).__name__}, ...)", want="a torch.nn.Module"))
+        fix = "summary(trainer.model, batch)" if isinstance(getattr(model, "model", None), nn.Module) else ""
+        raise TypeError(message(f"summary({type(model).__name__}, ...)", want="a torch.nn.Module", fix=fix))
+    if call is None and next(tensors_in(batch), None) is None:
+        is_loader = isinstance(batch, Iterable) and not isinstance(batch, tuple | list | Mapping)
+        fix = "summary(model, next(iter(data)))" if is_loader else "summary(model, torch.randn(8, 3))"
+        want = "one batch: a tensor, (inputs, target) or a mapping of tensors"
+        raise TypeError(message(f"summary(model, {type(batch).__name__})", want=want, fix=fix))
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             what = f"summary: {name} has no shape yet"
