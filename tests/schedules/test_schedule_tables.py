@@ -112,6 +112,31 @@ def test_nothing_but_rates_and_momenta_of_the_optimizer_is_touched(schedule):
     assert torch.equal(state, torch.get_rng_state())
 
 
+class PassesTheEpoch(torchs.ExponentialLR):
+    """A scheduler of the user's that calls torch with the deprecated epoch."""
+
+    def step(self, epoch=None):
+        super().step(self.last_epoch + 1)
+
+
+def test_a_warning_that_code_of_the_user_causes_is_shown():
+    message = "The epoch parameter in `scheduler.step"
+    with pytest.warns(UserWarning, match=message):  # torch steps it when it is made
+        rates = TorchSchedule(lambda o: PassesTheEpoch(o, 0.9)).bind(sgd(), Plan(max_updates=30))
+    with pytest.warns(UserWarning, match=message):
+        rates.apply(1)
+
+
+def test_a_sequence_of_torchs_steps_over_its_milestone_without_a_warning():
+    def sequence(optimizer):
+        return torchs.SequentialLR(optimizer, [torchs.LinearLR(optimizer), torchs.ExponentialLR(optimizer, 0.9)], [2])
+
+    for schedule in (TorchSchedule(sequence), Cosine(warmup=Updates(2))):
+        rates = schedule.bind(sgd(), Plan(max_updates=30))
+        for update in range(4):
+            rates.apply(update)  # a warning is an error
+
+
 def test_torch_sets_no_momentum_where_there_was_none():
     groups = [{"params": [parameter()], "momentum": 0.9}, {"params": [parameter()]}]
     optimizer = SGD(groups, lr=0.1)

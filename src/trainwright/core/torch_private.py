@@ -8,8 +8,9 @@ torch's documentation lists them ("Foreach Operations").
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from operator import attrgetter
 from typing import Any, cast
 
@@ -18,6 +19,7 @@ import torch.optim.optimizer as torch_optimizer
 from torch import Tensor, nn
 from torch import _utils as torch_utils
 from torch.nn.modules import batchnorm
+from torch.optim.lr_scheduler import ChainedScheduler, LRScheduler, SequentialLR
 from torch.utils import _foreach_utils, _python_dispatch
 from torch.utils.data import dataloader
 from torch.utils.data._utils import collate, fetch
@@ -145,6 +147,25 @@ def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
 def is_wrapped_by_scheduler(step: Any) -> bool:
     """Whether a `step` is the wrapper that a scheduler of torch leaves on its optimizer, for good."""
     return hasattr(step, "_wrapped_by_lr_sched")
+
+
+SEQUENCE_WARNS = not hasattr(LRScheduler, "_update_lr")
+"""Whether `SequentialLR.step` causes a warning at a milestone: it passes the deprecated epoch. 2.8 run."""
+
+
+def step_scheduler(scheduler: Any, *number: float) -> None:
+    """Step a scheduler of torch's; one of the user's class warns as in a plain loop, one of torch's own does not."""
+    quiet = SEQUENCE_WARNS and type(scheduler) in {SequentialLR, ChainedScheduler}
+    with _no_epoch_warning() if quiet else nullcontext():
+        scheduler.step(*number)
+
+
+@contextmanager
+def _no_epoch_warning() -> Iterator[None]:
+    with warnings.catch_warnings():
+        message = "The epoch parameter in `scheduler.step"
+        warnings.filterwarnings("ignore", message, UserWarning, r"torch\.optim\.lr_scheduler")
+        yield
 
 
 # The profiler, modes and the compiler.

@@ -22,6 +22,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.monitor import Mode, resolve_mode
 from trainwright.core.plan import LengthDependency, Plan
 from trainwright.core.suggestions import did_you_mean, suggests
+from trainwright.core.torch_private import step_scheduler
 from trainwright.schedules.bound import GroupSchedule, are_settings
 from trainwright.schedules.settings import BuiltinSchedule
 from trainwright.schedules.table import BareOptimizer
@@ -237,7 +238,7 @@ class SteppedSchedule(GroupSchedule):
         self._step(*([] if number is None else [number]))
 
     def _step(self, *number: float) -> None:
-        self._scheduler.step(*number)
+        step_scheduler(self._scheduler, *number)
         self._add_keys()
 
     def _add_keys(self) -> None:

@@ -21,6 +21,7 @@ from torch.optim.lr_scheduler import CyclicLR, LinearLR, LRScheduler, OneCycleLR
 
 from trainwright.core.errors import SettingError
 from trainwright.core.plan import Plan
+from trainwright.core.torch_private import step_scheduler
 from trainwright.schedules.bound import Base, GroupSchedule, ScheduledGroup
 
 if TYPE_CHECKING:
@@ -198,10 +199,9 @@ class LRTable:
         rates = self.values["lr"]
         while len(rates) < length:
             update = len(rates)
-            while (
-                self._next_step <= update
-            ):  # two epochs end at one update where all updates of the second were skipped
-                self._scheduler.step()
+            # Two epochs end at one update where all updates of the second were skipped.
+            while self._next_step <= update:
+                step_scheduler(self._scheduler)
                 self._next_step = next(self._steps)
             if not math.isfinite(self._group["lr"]):
                 rate = float(self._group["lr"])
