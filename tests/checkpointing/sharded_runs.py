@@ -11,7 +11,7 @@ from trainwright.checkpointing import files, tensorfile
 from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import load_checkpoint, load_weights
 from trainwright.distributed.resharding import place
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 
 
 class Model(nn.Module):
@@ -62,7 +62,7 @@ def tree_of(model, optimizer, update):
 
 
 def keep(directory, *, resuming=False, **settings):
-    world = Group()
+    world = ProcessGroupWorld()
     manager = Checkpoint(directory, **settings).bind("one", world=world)
     manager.prepare(resuming=resuming)
     return world, manager
@@ -101,7 +101,7 @@ def run(directory, at=(2, 4), **settings):
 
 def resume(directory, where="auto", *, shards=True):
     """Load into a fresh model, sharded or not; the state, and that of two updates later."""
-    world = Group()
+    world = ProcessGroupWorld()
     loaded = load_checkpoint(where, directory, world=world, lazy_shards=shards)
     assert loaded is not None
     model, optimizer = made(shards=shards)

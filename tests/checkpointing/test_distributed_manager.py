@@ -23,7 +23,7 @@ from trainwright.checkpointing.checkpoint import Checkpoint
 from trainwright.checkpointing.load import load_checkpoint
 from trainwright.checkpointing.manager import CheckpointManager
 from trainwright.core.errors import CheckpointError, SettingError
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 
 
 def on_all(size, function, *given):
@@ -33,7 +33,7 @@ def on_all(size, function, *given):
 
 def keep(directory, *, resuming=False, **settings):
     """A world and its prepared manager, with a run id that each process has made up for itself."""
-    world = Group()
+    world = ProcessGroupWorld()
     manager = Checkpoint(directory, **settings).bind(f"run-{world.rank}", world=world)
     manager.prepare(resuming=resuming)
     return world, manager
@@ -143,11 +143,11 @@ def test_ranks_that_wait_for_a_long_write_get_heartbeats(tmp_path):
 
 
 def twice_held(directory):
-    world = Group()
+    world = ProcessGroupWorld()
     other = CheckpointManager(Checkpoint(directory), "other") if world.is_main else None
     if other is not None:
         other.prepare(resuming=False)
-    world.barrier()
+    world.sum_numbers(0)
     said = error_of(keep, directory)
     if other is not None:
         other.release()
@@ -162,7 +162,7 @@ def test_a_directory_that_another_run_holds_is_refused_on_all(tmp_path):
 
 def on_drives_of_their_own(directory):
     """As on machines that have a drive each: the second process sees nothing of what the first one makes."""
-    world, lexists = Group(), os.path.lexists
+    world, lexists = ProcessGroupWorld(), os.path.lexists
     if world.rank == 1:
         os.path.lexists = lambda path: False
         coordinator._LOOKS_FOR = 0.2
@@ -184,7 +184,7 @@ def test_a_rank_that_sees_another_directory_is_named_with_the_fix(tmp_path):
 
 def started_elsewhere(directory):
     """A relative directory means the first process's."""
-    world = Group()
+    world = ProcessGroupWorld()
     os.chdir(directory / str(world.rank))
     try:
         world, manager = keep("runs/x")
@@ -270,7 +270,7 @@ def test_a_call_alone_makes_no_collective(tmp_path):
 
 
 def resume(directory, where="auto"):
-    world = Group()
+    world = ProcessGroupWorld()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         error, loaded = None, None
@@ -323,7 +323,7 @@ def test_a_path_that_is_missing_is_the_same_error_on_all(tmp_path):
 
 
 def reading_that_fails_on_the_second(directory):
-    world = Group()
+    world = ProcessGroupWorld()
     read, newest = load.read_manifest, formats.list_checkpoints(directory)[0]
 
     def refuses(path):
@@ -348,7 +348,7 @@ def test_a_checkpoint_that_any_rank_cannot_read_is_passed_over_by_all(tmp_path):
 
 def resume_on_own_drive(directory):
     """As on two machines: one name, two drives."""
-    world, read, read_manifest = Group(), load.load_tree, load.read_manifest
+    world, read, read_manifest = ProcessGroupWorld(), load.load_tree, load.read_manifest
     own = directory.with_name(f"drive{world.rank}")
     load.load_tree = lambda path, **given: read(own / path.name, **given)
     load.read_manifest = lambda path: read_manifest(own / path.name)

@@ -89,7 +89,7 @@ def test_weights_are_loaded_into_a_sharded_model(written):
 def plain_into_shards(directory):
     from trainwright.checkpointing.checkpoint import Checkpoint
 
-    world = sharded_runs.Group()
+    world = sharded_runs.ProcessGroupWorld()
     model, optimizer = sharded_runs.made(shards=False)
     sharded_runs.train(model, optimizer, 3)
     if world.is_main:
@@ -98,7 +98,7 @@ def plain_into_shards(directory):
         manager.save(sharded_runs.tree_of(model, optimizer, 3), update=3, epoch=0)
         manager.completed(wait=True)
         manager.release()
-    world.barrier()
+    world.sum_numbers(0)
     state = sharded_runs.whole(model.state_dict()), sharded_runs.whole(optimizer.state_dict()["state"])
     sharded_runs.train(model, optimizer, 2, start=3)
     return state, sharded_runs.whole(model.state_dict()), sharded_runs.resume(directory)

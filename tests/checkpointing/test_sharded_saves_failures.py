@@ -24,7 +24,7 @@ from trainwright.checkpointing import format as formats
 from trainwright.checkpointing.format import load_tree
 from trainwright.checkpointing.load import latest_checkpoint, load_checkpoint, load_weights
 from trainwright.core.errors import CheckpointError
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 
 
 def on_all(size, function, *given, seconds=60):
@@ -46,7 +46,7 @@ class Fault:
     def start(self):
         if self.name == "slow":
             sharded_files.PATIENCE = 0.3  # on all, as it is set
-        if Group().rank == self.rank:
+        if ProcessGroupWorld().rank == self.rank:
             getattr(self, self.name.replace(" ", "_"))()
 
     def mend(self):
@@ -169,7 +169,7 @@ def slow_but_seen(directory):
         return write(path, *given, **named)
 
     try:
-        if Group().rank == 1:
+        if ProcessGroupWorld().rank == 1:
             sharded_files.write_file = by_and_by
         return sharded_runs.run(directory, (1,)) is not None
     finally:
@@ -264,7 +264,7 @@ def test_every_damage_to_any_file_is_noticed_named_and_passed_over(written, tmp_
 
 
 def found(directory, later):
-    world = Group()
+    world = ProcessGroupWorld()
     with warnings.catch_warnings(record=True) as heard:
         warnings.simplefilter("always")
         loaded = load_checkpoint("auto", directory, world=world, lazy_shards=later)

@@ -18,8 +18,8 @@ from torch.utils.data.distributed import DistributedSampler
 
 from trainwright.core.errors import DataError
 from trainwright.data.opening import batches, open_source
-from trainwright.data.sharding import rows_of as counted
 from trainwright.data.sharding import shard, sharded, slice_rows
+from trainwright.data.sharding import sliceable_rows as counted
 from trainwright.data.source import Source
 from trainwright.data.streams import Continuing
 from trainwright.distributed.mesh import Shard, Slice

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainwright.distributed.fsdp import FSDP, full_state_dict, set_sync, shard
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 from trainwright.optim import Gradients
 from trainwright.optim.fused import step_of
 
@@ -54,14 +54,14 @@ def net(seed: int = 0) -> Net:
     return Net().double()
 
 
-def sharded_net(world: Group | None = None, seed: int = 0, **settings: Any) -> Net:
+def sharded_net(world: ProcessGroupWorld | None = None, seed: int = 0, **settings: Any) -> Net:
     model = net(seed)
     shard(model, FSDP({Block}, **settings), world or group(), device=CPU)
     return model
 
 
-def group() -> Group:
-    return Group(local_rank=int(os.environ.get("LOCAL_RANK", "0")), shards=True)
+def group() -> ProcessGroupWorld:
+    return ProcessGroupWorld(local_rank=int(os.environ.get("LOCAL_RANK", "0")), shards=True)
 
 
 def windows(sizes: list[list[int]]) -> list[list[tuple[Tensor, Tensor]]]:
@@ -124,7 +124,7 @@ def sharded_loop(
     return full_state_dict(model, world), norms
 
 
-def backward_of(model: nn.Module, window: Any, world: Group) -> None:
+def backward_of(model: nn.Module, window: Any, world: ProcessGroupWorld) -> None:
     """The gradient of a window, twice as large as it shall be: the factor is owed."""
     rows = sum(len(y) for _, y in window)
     for place, (x, y) in enumerate(window):

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from distributed.pool import pool
 from trainwright import Trainer
 from trainwright.distributed.ddp import DDP, GradientBuckets
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 
 LAYERS = 4
 SMALL = 100 / 2**20
@@ -35,7 +35,7 @@ def counted(owner: Any, name: str) -> Iterator[list[int]]:
         yield counts
 
 
-def gradients(world: Group, missing: dict[int, list[int]]) -> list[nn.Parameter]:
+def gradients(world: ProcessGroupWorld, missing: dict[int, list[int]]) -> list[nn.Parameter]:
     """Parameters whose gradient is 1 + rank; by rank, those that have none."""
     made = [nn.Parameter(torch.zeros(5, 5)) for _ in range(LAYERS)]
     for index, parameter in enumerate(made):
@@ -45,7 +45,7 @@ def gradients(world: Group, missing: dict[int, list[int]]) -> list[nn.Parameter]
 
 
 def average(missing: dict[int, list[int]]) -> dict[str, Any]:
-    world = Group()
+    world = ProcessGroupWorld()
     parameters = gradients(world, missing)
     buckets = GradientBuckets(parameters, world, bucket_mb=SMALL)
     with counted(Tensor, "tolist") as reads, counted(dist, "all_reduce") as sums:

@@ -16,7 +16,7 @@ from torch import nn
 
 from trainwright import DDP, FSDP
 from trainwright.distributed.ddp import GradientBuckets, Wrapped
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 
 
 class Block(nn.Module):
@@ -57,7 +57,7 @@ def check_fsdp(device: torch.device, updates: int) -> None:
         case = Case("adamw", 0.25, "four", precision, "step")
         plain = trained(case, device, build=blocks, updates=updates, parallel=None)
         sharded = trained(case, device, build=blocks, updates=updates, parallel=FSDP({Block}))
-        assert type(sharded.world) is Group, sharded.world
+        assert type(sharded.world) is ProcessGroupWorld, sharded.world
         whole = blocks()
         whole.load_state_dict(
             {
@@ -90,7 +90,7 @@ def check_ddp(device: torch.device) -> None:
     compressions = [None, "bf16"] if device.type == "cuda" else [None]
     for compress in compressions:
         ours = Loss(blocks().to(device))
-        wrapped = Wrapped(ours, DDP(compress=compress), Group(), unused=False)
+        wrapped = Wrapped(ours, DDP(compress=compress), ProcessGroupWorld(), unused=False)
         for number, batch in enumerate(window):
             wrapped(batch, last=number == len(window) - 1).backward()
         for one, other in zip(ours.parameters(), plain.parameters(), strict=True):
@@ -102,7 +102,7 @@ def check_ddp(device: torch.device) -> None:
 
 def check_sums(device: torch.device) -> None:
     """Sums and averages of one process are its own numbers, wherever they lie."""
-    world = Group()
+    world = ProcessGroupWorld()
     assert world.sum_numbers(1.5, 2.0) == [1.5, 2.0]
     assert world.all_gather({"a": 1}) == [{"a": 1}]
     there, here = torch.arange(4.0, device=device), torch.arange(3.0)

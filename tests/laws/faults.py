@@ -286,7 +286,7 @@ def the_missing_factor_is_forgotten(patch):
 
 def the_missing_factor_waits_for_the_step(patch):
     def late(self, *_):
-        self._run.trainer._hooks = replace(self._run.trainer._hooks, overrides_update=False)
+        self._run.trainer._hooks = replace(self._run.trainer._hooks, has_custom_update=False)
 
     around(patch, UpdateStrategy, "finish_backward", before=late)
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from trainwright.data.row_batches import Batches
 from trainwright.distributed.ddp import Wrapped
 from trainwright.distributed.mesh import Shard
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 from trainwright.evaluation import passes
 from trainwright.fit import rollback
 from trainwright.fit.boundary import Boundary
@@ -135,7 +135,7 @@ def each_judges_by_its_own_numbers(patch: Patch) -> None:
     def alone(self: Boundary, evaluate: Callable[..., Mapping[str, float]], **how: bool) -> dict[str, float]:
         with pytest.MonkeyPatch.context() as inside:
             inside.setattr(LossTracker, "merge", lambda self, world: None)
-            inside.setattr(Group, "broadcast", lambda self, value: value)
+            inside.setattr(ProcessGroupWorld, "broadcast", lambda self, value: value)
             inside.setattr(self.trainer, "is_main", True)
             return validate(self, evaluate, **how)
 

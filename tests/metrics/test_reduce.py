@@ -13,7 +13,7 @@ from torch import Tensor
 from distributed.pool import RankFailed, pool
 from trainwright import MeanLoss, SettingError, StepOutput, SumLoss, Trainer
 from trainwright.distributed.mesh import Shard
-from trainwright.distributed.world import Group, World
+from trainwright.distributed.world import ProcessGroupWorld, World
 from trainwright.metrics import Derived
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.metrics.metrics import accuracy, top_k
@@ -26,7 +26,7 @@ SIZES = (1, 7, 51, 64)
 BATCH = 16
 RANKS = (2, 3)
 HOOKS: Any = SimpleNamespace(
-    count=None, overrides_count=False, rows=rows_of, overrides_update=False, overrides_compute_gradients=False
+    count=None, overrides_count=False, rows=rows_of, has_custom_update=False, overrides_compute_gradients=False
 )
 
 
@@ -123,7 +123,7 @@ def evaluated(world: World, rows: int, *, twice: bool = False) -> dict[str, Any]
 
 
 def evaluated_by_all(rows: tuple[int, ...], twice: bool) -> list[dict[str, Any]]:
-    return [evaluated(Group(), n, twice=twice) for n in rows]
+    return [evaluated(ProcessGroupWorld(), n, twice=twice) for n in rows]
 
 
 def same(found: dict[str, float], wanted: dict[str, float]) -> None:
@@ -150,7 +150,7 @@ def test_an_epoch_goes_on_from_what_the_first_process_has_saved() -> None:
 
 
 def resumed() -> dict[str, Any]:
-    world = Group()
+    world = ProcessGroupWorld()
     output, target = classes(51)
 
     def take(tracker: LossTracker, start: int, end: int) -> None:
@@ -247,7 +247,7 @@ def test_what_a_probe_returned_counts_once() -> None:
 
 
 def probed() -> dict[str, float]:
-    world, tracker = Group(), LossTracker(None, HOOKS)
+    world, tracker = ProcessGroupWorld(), LossTracker(None, HOOKS)
     tracker.record_probe({"sharpness": 1.0 + world.rank}, "sharp")
     tracker.merge(world)
     return tracker.means()

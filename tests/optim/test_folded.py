@@ -34,7 +34,7 @@ def gradients(number: int) -> list[Tensor]:
 def folding(model: nn.Module, name: str, flag: Tensor | None, *, max_norm: float) -> OptimizerStep:
     step = OptimizerStep("optimizer", OPTIMIZERS[name](model.parameters()), clip=ClipNorm(max_norm), wants_norm=False)
     assert step.can_fuse_clipping()
-    step.make_step(flag, None, fuses_clipping=True)
+    step.bind_kernels(flag, None, fuses_clipping=True)
     return step
 
 

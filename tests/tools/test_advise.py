@@ -367,7 +367,7 @@ def test_a_technique_that_starts_slowly_is_tried_where_the_budget_allows(simulat
     data = (torch.randn(64, 8), torch.arange(64) % 3)
     tried = effects(advise(timed(), data, batch_size=32, seconds=6))
     assert tried["slow start"].trials == 5
-    monkeypatch.setattr(advising, "SHARE", 10)
+    monkeypatch.setattr(advising, "START_FACTOR", 10)
     tried = effects(advise(timed(), data, batch_size=32, seconds=6))
     assert "may take 1 s to start" in tried["slow start"].why_not
 

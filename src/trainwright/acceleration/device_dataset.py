@@ -17,15 +17,16 @@ from trainwright.data.source import Source
 from trainwright.observers.table import byte_size
 from trainwright.update.trainer_like import TrainerLike
 
-SHARE = 0.25
+AUTO_MEMORY_FRACTION = 0.25
 """The share of the device's free memory that data may take with "auto": the need of the run is not known yet."""
 
 
 def place_data(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
     """Copy data to the device as `Fast(device_data=...)` says, until `undo` is closed; return lines for the header.
 
-    "auto": what fits into `SHARE` of the memory that is free on a CUDA device, training data first, unless hooks of
-    the user read batches on the host. True: all data in memory; SettingError where they do not fit.
+    "auto": as many data sets as fit into `AUTO_MEMORY_FRACTION` of the free memory of a CUDA device, training data
+    first; none if hooks of the user read batches on the host. True: all data in memory; SettingError where they do not
+    fit.
     """
     wanted = trainer.fast.device_data
     if wanted is False or (wanted == "auto" and not _moves_by_default(trainer)):
@@ -46,7 +47,7 @@ def _moves_by_default(trainer: TrainerLike) -> bool:
 def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
     """Copy the data that fit; yield a line on those that do not, and one on those that do."""
     device, free, asked = trainer.device, free_memory(trainer.device), trainer.fast.device_data is True
-    left = None if free is None else int((1.0 if asked else SHARE) * free)
+    left = None if free is None else int((1.0 if asked else AUTO_MEMORY_FRACTION) * free)
     placed, taken = [], 0
     for name, (source, size) in sizes.items():
         needed = size + _in_hand(trainer, source, size)

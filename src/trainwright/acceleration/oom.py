@@ -22,7 +22,7 @@ from trainwright.core.errors import DataError, SettingError, first_line, listed
 from trainwright.core.rng import have_moved, random_state, set_random_state
 from trainwright.core.torch_private import version_of
 from trainwright.core.trees import leaves_of, parameters_of, tensors_in
-from trainwright.data.sharding import rows_of, slice_rows
+from trainwright.data.sharding import slice_rows, sliceable_rows
 from trainwright.distributed.mesh import Shard
 from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.modules.modes import evaluating
@@ -259,7 +259,7 @@ def _why_uncut(batch: Any, rows: int) -> str:
     if packed or odd:
         return f"a batch with a {'PackedSequence' if packed else 'nested or sparse tensor'} is not cut"
     try:
-        found = rows_of(batch, "train")
+        found = sliceable_rows(batch, "train")
     except DataError as error:
         return f"its rows are not known: {str(error).splitlines()[1].strip()}"
     return "" if found == rows else f"a batch of {found} rows counts {rows}"

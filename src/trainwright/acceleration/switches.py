@@ -86,7 +86,7 @@ def _gradients_averaged(trainer: TrainerLike) -> str:
     beside = " and one small sum more"
     if settings.shards:
         return f"; gradients of {size} processes are reduced to shards during backward{beside}"
-    if hooks.overrides_update or hooks.overrides_compute_gradients:
+    if hooks.has_custom_update or hooks.overrides_compute_gradients:
         return f"; gradients of {size} processes are averaged after backward: an `update` of your own reads them"
     compresses = isinstance(settings, DDP) and settings.compress is not None
     return f"; gradients of {size} processes are averaged during backward{beside if compresses else ''}"

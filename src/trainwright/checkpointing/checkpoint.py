@@ -105,9 +105,9 @@ class Checkpoint:
 
         `world`: the ranks of the run. Each rank of a group binds its own and makes the same calls in the same order.
         """
-        from trainwright.distributed.world import Group
+        from trainwright.distributed.world import ProcessGroupWorld
 
-        if isinstance(world, Group):
+        if isinstance(world, ProcessGroupWorld):
             from trainwright.checkpointing.coordinator import DistributedCheckpointManager
 
             return DistributedCheckpointManager(self, run_id, world=world)

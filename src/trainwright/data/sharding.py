@@ -182,7 +182,7 @@ def slices(batches: Iterator[Any], indices: ShardedIndices, part: Shard, *, name
     for batch in batches:
         total = indices.totals.popleft()
         if total is None:
-            total = rows_of(batch, name)
+            total = sliceable_rows(batch, name)
             batch = slice_rows(batch, part.run(total), of=total)  # noqa: PLW2901 - the complete batch is freed
         yield Slice(batch, len(part.of(total)), total)
 
@@ -316,11 +316,11 @@ _Plain = str | bytes | int | float | complex | np.generic | None
 def slice_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Slice]:
     """Yield the slice of this rank of each ready batch; DataError, with `name`, for a batch whose rows are unknown."""
     for batch in batches:
-        rows = rows_of(batch, name)
+        rows = sliceable_rows(batch, name)
         yield Slice(slice_rows(batch, part.run(rows), of=rows), len(part.of(rows)), rows)
 
 
-def rows_of(batch: Any, name: str) -> int:
+def sliceable_rows(batch: Any, name: str) -> int:
     """Return the rows of a nested batch: the size of all its tensors in dimension 0; DataError where they differ."""
     leaves = list(leaves_of(batch, "batch"))
     lengths = {at: len(leaf) for at, leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim}

@@ -59,7 +59,7 @@ def find_origin(run: Run) -> NonFiniteOrigin:
         return NonFiniteOrigin((*lines, *weights), fix or _RATE)
     # Only the user knows what an overridden method computes; a step that makes its own data would make other ones.
     makes_data = any(batch is None for batch in window.batches)
-    own = makes_data or trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients
+    own = makes_data or trainer._hooks.has_custom_update or trainer._hooks.overrides_compute_gradients
     several = trainer.world.size > 1 or is_sharded(*trainer.model.parameters())  # a forward may be a collective
     missing = any(" NaN" in line for line in lines)  # infinite inputs may be intended, as in an attention mask
     if own or several or missing:

@@ -90,7 +90,7 @@ def out_of_memory(failure: Failure) -> Explanation | None:
     by_epoch = dict(trainer.accumulate)
     accumulate = 2 * by_epoch[max(epoch for epoch in by_epoch if epoch <= trainer._counters.epoch)]
     fix = f"batches of {rows // 2} rows with Trainer(..., accumulate={accumulate}): the same rows in each update"
-    is_own = trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients
+    is_own = trainer._hooks.has_custom_update or trainer._hooks.overrides_compute_gradients
     is_refused = is_own or trainer.world.size > 1 or layers_mixing_rows(trainer.model, trainer.loss)
     return Explanation(cause, fix if trainer.on_oom or is_refused else f'{fix}; or on_oom="split"')
 

@@ -6,5 +6,5 @@ and its collectives); environment (rank and world size of torchrun, `srun`, MPI;
 resharding (the state of sharded models); peer_watch (a rank that failed or does not answer).
 
 Promises: all ranks call the same in the same order; a setting that is wrong on one rank is refused on all; when a rank
-fails, all end within `timeout` seconds and GRACE, and the error names the rank and its line. n ranks train as one.
+fails, all end within `timeout` seconds and a short grace period, and the error names the rank and its line.
 """

@@ -16,7 +16,7 @@ from trainwright.core.errors import SettingError, StepError
 from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import BatchNorm, check_reducer_finalized, version_of
 from trainwright.distributed.mesh import Parallel
-from trainwright.distributed.world import Group, World, split_by_bytes
+from trainwright.distributed.world import ProcessGroupWorld, World, split_by_bytes
 
 COMPRESSIONS = ("bf16", "fp16")
 
@@ -63,7 +63,7 @@ class DDP(Parallel):
 class Wrapped:
     """A module wrapped by torch's DDP."""
 
-    def __init__(self, module: nn.Module, settings: DDP, world: Group, *, unused: bool) -> None:
+    def __init__(self, module: nn.Module, settings: DDP, world: ProcessGroupWorld, *, unused: bool) -> None:
         from torch.nn.parallel import DistributedDataParallel
 
         extra: dict[str, Any] = {} if settings.bucket_mb is None else {"bucket_cap_mb": settings.bucket_mb}
@@ -111,7 +111,7 @@ class Wrapped:
             ) from error
 
 
-def convert_batchnorm(model: nn.Module, world: Group, *, device: torch.device) -> None:
+def convert_batchnorm(model: nn.Module, world: ProcessGroupWorld, *, device: torch.device) -> None:
     """Convert every BatchNorm layer of `model` to SyncBatchNorm, in place.
 
     SettingError on the CPU, where torch has none, and for a model that is a BatchNorm layer itself.
@@ -130,7 +130,7 @@ def _is_norm(module: nn.Module) -> bool:
     return isinstance(module, BatchNorm) and not isinstance(module, nn.SyncBatchNorm)
 
 
-def _compress(ddp: Any, kind: str, world: Group) -> None:
+def _compress(ddp: Any, kind: str, world: ProcessGroupWorld) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 
     hook = default_hooks.bf16_compress_hook if kind == "bf16" else default_hooks.fp16_compress_hook

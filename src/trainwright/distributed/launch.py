@@ -33,9 +33,9 @@ from trainwright.distributed.environment import is_shell_of_slurm, read_environm
 
 R = TypeVar("R")
 
-GRACE = 5.0
+FAILURE_GRACE = 5.0
 """Seconds that the other ranks have to end by themselves when one has failed, and again after SIGTERM."""
-GRACE_OF_SIGNAL = 30.0
+SIGNAL_GRACE = 30.0
 """Seconds that all ranks have to save and end after Ctrl-C or another signal; a second Ctrl-C ends them at once."""
 _UNGUARDED = 86
 """The exit code of a process that calls `launch` while it imports the script that has called it."""
@@ -132,7 +132,7 @@ def _run(job: _Job, method: str, timeout: float | None) -> bytes:
 def _join(context: ProcessContext, timeout: float | None) -> None:
     """Wait until all ranks have ended; ProcessException where one fails, DistributedError after `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
-    while not context.join(None if end is None else max(0.0, end - time.monotonic()), grace_period=GRACE):
+    while not context.join(None if end is None else max(0.0, end - time.monotonic()), grace_period=FAILURE_GRACE):
         if end is not None and time.monotonic() >= end:
             running = [str(rank) for rank, process in enumerate(context.processes) if process.is_alive()]
             raise DistributedError(
@@ -144,7 +144,7 @@ def _join(context: ProcessContext, timeout: float | None) -> None:
 
 def _pass_on(number: int, processes: list[Any]) -> None:
     """Send a signal to each process once, and wait until all have saved and ended."""
-    end = time.monotonic() + GRACE_OF_SIGNAL
+    end = time.monotonic() + SIGNAL_GRACE
     for process in processes:
         if process.is_alive():
             os.kill(process.pid, number)
@@ -333,7 +333,7 @@ def _run_rank(rank: int, job: _Job) -> None:
     report = _call(job.sent, rank)
     _write(report_file, pickle.dumps(report))
     if report.kind != "value":  # the end of a thread that waits for a peer may never come
-        limit = threading.Timer(GRACE, os._exit, [1])
+        limit = threading.Timer(FAILURE_GRACE, os._exit, [1])
         limit.daemon = True
         limit.start()
     start.leave()

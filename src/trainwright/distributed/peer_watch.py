@@ -5,9 +5,9 @@ the others read rank 0's. The first cause that is recorded is the one that all r
 
 - by an error: it records the error as the cause, and ends;
 - killed or stopped: the others find it silent after `timeout` seconds, or within about 3 seconds where a call fails
-  because its connections are closed. `launch` ends the rest after its own GRACE;
+  because its connections are closed. `launch` ends the rest after its own FAILURE_GRACE;
 - on the others, `cause_of` replaces the error of the next collective by a DistributedError that names rank 1 and its
-  line. A rank in a wait that nothing interrupts is ended by its guard thread, GRACE seconds after the cause is known.
+  line. If a rank is blocked in a call, its guard thread ends the process GUARD_GRACE seconds after the cause is known.
 
 Nothing is saved then (`fit/rollback.py::rescue`): the others are elsewhere in the update. `resume="auto"` restarts.
 """
@@ -36,7 +36,7 @@ from trainwright.distributed.environment import share_store, wait_for
 
 T = TypeVar("T")
 
-GRACE = 5.0
+GUARD_GRACE = 5.0
 """Seconds in which a rank may raise an error by itself after another one has failed, before its process is ended."""
 PAUSE = 0.5
 """Seconds between two heartbeats of a rank; more with hundreds of ranks, since rank 0 reads all."""
@@ -156,7 +156,7 @@ class _WatchedRun:
         """Record this rank's error as the cause of the end, unless there is one already."""
         self._knows.set()
         cause = Cause("error", self.rank, self.rank, self._heartbeat(), first_line(error))
-        _within(GRACE, lambda: self._record(cause))
+        _within(GUARD_GRACE, lambda: self._record(cause))
         self._has_recorded = True
 
     def find_cause(self, *, late: bool) -> Cause | None:
@@ -167,7 +167,7 @@ class _WatchedRun:
         self._knows.set()
         if self._cause is not None:
             return self._cause
-        found = _within(6 * self._pause + GRACE, lambda: self._search(closed=not late))
+        found = _within(6 * self._pause + GUARD_GRACE, lambda: self._search(closed=not late))
         return found[0] if found else (self._cause or self._cause_without_store())
 
     # The first thread.
@@ -293,10 +293,10 @@ class _WatchedRun:
                 return
 
     def _end_process(self, cause: Cause) -> None:
-        """End this process after GRACE, unless its main thread raises an error by then or is the cause itself."""
+        """End this process after GUARD_GRACE, unless its main thread raises an error by then or is the cause itself."""
         if cause.kind == "error" and cause.rank == self.rank:
             return
-        end = time.monotonic() + GRACE
+        end = time.monotonic() + GUARD_GRACE
         while time.monotonic() < end:
             if self._knows.wait(self._pause / 10) or self._over.is_set():
                 return

@@ -29,7 +29,7 @@ from trainwright.distributed.environment import (
     wait_for,
 )
 from trainwright.distributed.mesh import Parallel, checked_parallel, of_ranks
-from trainwright.distributed.world import Group, World
+from trainwright.distributed.world import ProcessGroupWorld, World
 
 LEAVE = 5.0
 """Seconds for destroying a group at the end of the program: a peer that is dead never answers."""
@@ -40,8 +40,8 @@ _made: list[weakref.ref[Any]] = []
 A weak reference, as all of groups here: a group that is still referenced after it was destroyed has threads beyond the
 end of the interpreter, and these may abort the process (`terminate called without an active exception`).
 """
-_known: list[tuple[weakref.ref[Any], Group]] = []
-"""The last process group, and its `Group`: all trainers of a process share them."""
+_known: list[tuple[weakref.ref[Any], ProcessGroupWorld]] = []
+"""The last process group, and its `ProcessGroupWorld`: all trainers of a process share them."""
 
 
 def as_world(parallel: Any, device_type: str = "cpu") -> World:
@@ -71,7 +71,7 @@ def as_world(parallel: Any, device_type: str = "cpu") -> World:
 
 def _for(settings: Parallel, world: World) -> World:
     """Return the group of all trainers with the time-out and the mesh of one trainer."""
-    if not isinstance(world, Group):
+    if not isinstance(world, ProcessGroupWorld):
         return world
     mesh = of_ranks(world.rank, world.size, shards=settings.shards)
     if (world.timeout, world.mesh) != (settings.timeout, mesh):
@@ -132,9 +132,9 @@ def _check_serves(dist: Any, settings: Parallel, device_type: str) -> None:
         )
 
 
-def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> Group:
+def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> ProcessGroupWorld:
     """Return the rank in a group of the user's; local ranks are counted where LOCAL_RANK is not set."""
-    group = Group(timeout=settings.timeout)
+    group = ProcessGroupWorld(timeout=settings.timeout)
     stated = os.environ.get("LOCAL_RANK", "")
     hosts = [] if stated.isdigit() else group.all_gather(socket.gethostname())
     group.local_rank = int(stated) if stated.isdigit() else hosts[: group.rank].count(hosts[group.rank])
@@ -146,7 +146,7 @@ def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> Group:
     return group
 
 
-def _started(place: Place | None, settings: Parallel, device_type: str) -> Group:
+def _started(place: Place | None, settings: Parallel, device_type: str) -> ProcessGroupWorld:
     """Make the process group of the ranks that were started together, or of this one alone."""
     dist: Any = torch.distributed
     limit = timedelta(seconds=settings.timeout)
@@ -169,7 +169,7 @@ def _started(place: Place | None, settings: Parallel, device_type: str) -> Group
     _made[:] = [weakref.ref(dist.group.WORLD)]
     atexit.unregister(leave)  # once, and before what was registered earlier
     atexit.register(leave)
-    group = Group(local_rank=local_rank, device_index=index, timeout=settings.timeout)
+    group = ProcessGroupWorld(local_rank=local_rank, device_index=index, timeout=settings.timeout)
     _known[:] = [(weakref.ref(dist.group.WORLD), group)]
     return group
 

@@ -1,4 +1,4 @@
-"""The ranks of a run and their collectives: `World` is one rank alone, `Group` one of several."""
+"""The ranks of a run and their collectives: `World` is one rank alone, `ProcessGroupWorld` one of several."""
 
 from __future__ import annotations
 
@@ -64,9 +64,6 @@ class World:
     def broadcast_tensors(self, tensors: Iterable[Tensor]) -> None:
         """Copy the tensors of rank 0 into those of the other ranks, in place."""
 
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-
     def watch(self, position: Callable[[], str]) -> AbstractContextManager[None]:
         """Return a context in which the ranks watch each other; `position` describes this rank's progress."""
         return nullcontext()
@@ -79,7 +76,7 @@ class World:
         return error
 
 
-class Group(World):
+class ProcessGroupWorld(World):
     """One rank of a process group of torch.
 
     All ranks call the methods in the same order. Values on the host are sent by gloo, whatever the backend of the group
@@ -158,15 +155,12 @@ class Group(World):
             for some in split_by_bytes(alike, FLAT_BYTES):
                 self._flat(some, lambda flat: self._dist.broadcast(flat, group_src=0, group=self._group_of(flat)))
 
-    def barrier(self) -> None:
-        """Wait until every rank has called this."""
-        self.sum_numbers(0)
-
     def watch(self, position: Callable[[], str]) -> AbstractContextManager[None]:
         """Return a context in which the ranks watch each other; `position` describes this rank's progress.
 
         When a rank has failed, or is silent for `timeout` seconds, the next collective of the others raises
-        DistributedError with that rank and its line. A rank that is then stuck for GRACE seconds ends with exit code 1.
+        DistributedError with that rank and its line. A rank that is still blocked GUARD_GRACE seconds later exits with
+        code 1.
         """
         return self._watch.during(position, self.timeout)
 

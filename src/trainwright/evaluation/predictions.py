@@ -261,9 +261,9 @@ class DistributedOutputs(Outputs):
         outputs, self._gathered = self._gathered, []
         return outputs
 
-    def _begun(self, dealt: Slice) -> Any:
-        self._rows = dealt.rows
-        return dealt.batch
+    def _begun(self, current: Slice) -> Any:
+        self._rows = current.rows
+        return current.batch
 
     def _gather(self) -> None:
         """Exchange the waiting outputs; all ranks have as many, and compute the same limit for the next exchange."""

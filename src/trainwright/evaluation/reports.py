@@ -120,8 +120,8 @@ def _made(
     trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None
 ) -> Report:
     kind = find_task_type(trainer.loss, pairs) if kind == "auto" else kind
-    made = _of_classes if kind == "classes" else _of_values
-    text, shown, numbers = made(trainer, pairs, names)
+    made = _of_classes(trainer, pairs, names) if kind == "classes" else _of_values(pairs, names)
+    text, shown, numbers = made
     outputs, targets = ([pair[place] for pair in pairs] for place in (0, 1))
     return Report(kind=kind, text=text, output=join(outputs), target=join(targets), names=tuple(shown), numbers=numbers)
 
@@ -244,7 +244,7 @@ def _plain(value: Any) -> Any:
 
 
 def _of_values(
-    trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
+    pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
 ) -> tuple[str, Sequence[str], dict[str, Any]]:
     for found, true in pairs:
         MAE()(found, true)  # refuses shapes that would be broadcast

@@ -254,7 +254,7 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
 
 def check_closures(trainer: TrainerLike) -> None:
     """Refuse an optimizer that evaluates the loss itself in a Trainer with the default update."""
-    if trainer._hooks.overrides_update:
+    if trainer._hooks.has_custom_update:
         return
     for name, optimizer in trainer.optimizers.items():
         if _needs_a_closure(optimizer):

@@ -114,7 +114,7 @@ class Boundary:
     def _count_epoch(self) -> None:
         """Count an epoch that is over, for all that counts epochs."""
         run, counters = self.run, self.counters
-        if self.trainer._hooks.overrides_update:
+        if self.trainer._hooks.has_custom_update:
             run.check_epoch()
         run.lengths.epoch_ended()
         counters.epoch, counters.batch, counters.begun = counters.epoch + 1, 0, False

@@ -35,7 +35,7 @@ from trainwright.fit.record import NOT_RUNNING
 from trainwright.fit.result import FitEnd
 from trainwright.fit.resume import StartPlan, plan_resume
 from trainwright.fit.rollback import ENDED, ends_in, rescue
-from trainwright.fit.run import GRACE, Run
+from trainwright.fit.run import UPDATE_GRACE, Run
 from trainwright.fit.saving import gather_state, parts_of
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.modes import untrained, wake
@@ -64,7 +64,7 @@ class FitContext:
         self, trainer: TrainerLike, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
     ) -> None:
         self._trainer, self._data, self._ends, self._resume = trainer, (train, val, batch_size), ends, resume
-        grace = GRACE if trainer.checkpoint is None else trainer.checkpoint.grace
+        grace = UPDATE_GRACE if trainer.checkpoint is None else trainer.checkpoint.grace
         self._signals = Signals(grace=grace, alone=trainer.world.size == 1)
         self._result_before = trainer.result
         self._started: list[Observer] = []
@@ -100,7 +100,7 @@ class FitContext:
             self._call_on_fit_start()
         except BaseException as error:
             self._finish(error)
-        if self._trainer._hooks.overrides_update:
+        if self._trainer._hooks.has_custom_update:
             undo.enter_context(self._run.watching_steps())
 
     def _bind_to_newest(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:

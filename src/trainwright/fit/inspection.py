@@ -206,7 +206,7 @@ def _size(tensors: Iterable[Tensor]) -> int:
 def _why_unknown(trainer: TrainerLike, window: Any) -> str:
     """Return why the operations per row cannot be counted; empty where they can."""
     hooks = trainer._hooks
-    if hooks.overrides_training_step or hooks.overrides_compute_gradients or hooks.overrides_update:
+    if hooks.overrides_training_step or hooks.overrides_compute_gradients or hooks.has_custom_update:
         return "steps of your own may call the model any number of times"
     if hooks.split is not batches.split:
         return "a split of your own may give the model any inputs"

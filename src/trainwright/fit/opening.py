@@ -67,7 +67,7 @@ def _without_data(trainer: TrainerLike, ends: Ends, batch_size: int | None) -> S
     from trainwright.data.streams import NoData
 
     hooks, what = trainer._hooks, "fit(None): training without data"
-    if not (hooks.overrides_training_step or hooks.overrides_update or hooks.overrides_compute_gradients):
+    if not (hooks.overrides_training_step or hooks.has_custom_update or hooks.overrides_compute_gradients):
         want = "training data; or a training_step or an update of your own that makes its data"
         raise SettingError(f"{what}, and no step makes its own", want=want, fix="def training_step(self, batch): ...")
     if ends.epochs is not None and ends.epoch_updates is None:

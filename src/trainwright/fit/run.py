@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from trainwright.fit.rank_sync import RankSync
 
 
-GRACE = 20.0
+UPDATE_GRACE = 20.0
 """Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
 
 
@@ -357,7 +357,7 @@ def choose_strategy(run: Run) -> UpdateStrategy:
     path = trainer._record.path
     path.why_immediate = why_immediate(trainer, checks=run.checks, scaler=run.scaler, schedules=run.schedules)
     update = trainer.update if trainer.on_oom is None else _split_update(run)
-    if trainer._hooks.overrides_update or trainer._hooks.overrides_compute_gradients:
+    if trainer._hooks.has_custom_update or trainer._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
     if trainer.world.size > 1:
         from trainwright.update.distributed_check import DistributedCheck

@@ -22,7 +22,7 @@ from trainwright.core.torch_private import (
     profiler_enabled,
 )
 
-Group = dict[str, Any]
+ParamGroup = dict[str, Any]
 Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
 """A kernel, its lists of tensors, the step counters among these, and its settings."""
 
@@ -225,13 +225,13 @@ def _moves(dtype: torch.dtype) -> bool:
     return bool((weights == -1).all())
 
 
-def _is_uniform(group: Group) -> bool:
+def _is_uniform(group: ParamGroup) -> bool:
     """Return whether all parameters are plain ones of one device and dtype, so that one kernel call is enough."""
     kinds = {(type(p) is torch.nn.Parameter, p.device, p.dtype) for p in group["params"]}
     return len(kinds) == 1 and next(iter(kinds))[0]
 
 
-def _gradients(group: Group) -> tuple[list[Tensor], list[Tensor]] | None:
+def _gradients(group: ParamGroup) -> tuple[list[Tensor], list[Tensor]] | None:
     """Return the parameters of a group that have gradients, and the gradients; None for an unusual group setting."""
     if group["fused"] is not True or group["differentiable"] or isinstance(group["lr"], Tensor):
         return None
@@ -248,7 +248,7 @@ def _gradients(group: Group) -> tuple[list[Tensor], list[Tensor]] | None:
     return parameters, gradients
 
 
-def _adam(group: Group, state: Any) -> Call | None:
+def _adam(group: ParamGroup, state: Any) -> Call | None:
     found = _gradients(group)
     beta1, beta2 = group["betas"]
     if found is None or group["capturable"] or isinstance(beta1, Tensor) or isinstance(beta2, Tensor):
@@ -280,7 +280,7 @@ def _adam(group: Group, state: Any) -> Call | None:
     return kernel, tensors, steps, settings
 
 
-def _sgd(group: Group, state: Any) -> Call | None:
+def _sgd(group: ParamGroup, state: Any) -> Call | None:
     found = _gradients(group)
     if found is None:
         return None
@@ -303,7 +303,7 @@ def _sgd(group: Group, state: Any) -> Call | None:
     return fused_sgd, (parameters, gradients, buffers), [], settings
 
 
-def _adagrad(group: Group, state: Any) -> Call | None:
+def _adagrad(group: ParamGroup, state: Any) -> Call | None:
     found = _gradients(group)
     if found is None:
         return None
@@ -316,7 +316,7 @@ def _adagrad(group: Group, state: Any) -> Call | None:
     return fused_adagrad, (parameters, gradients, [own["sum"] for own in states], steps), steps, settings
 
 
-_CALLS: dict[type[Optimizer], Callable[[Group, Any], Call | None]] = {
+_CALLS: dict[type[Optimizer], Callable[[ParamGroup, Any], Call | None]] = {
     torch.optim.Adam: _adam,
     torch.optim.AdamW: _adam,
     torch.optim.SGD: _sgd,

@@ -14,9 +14,9 @@ from trainwright.core.checks import check_choice, check_number
 from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import suggests
 from trainwright.modules.dtensors import global_norms, is_sharded, local_shards
+from trainwright.optim.fused import ParamGroup
 from trainwright.optim.optimizers import checked_betas
 
-Group = dict[str, Any]
 CHOICES = ("weights", "all")
 _REDUCED = {torch.float16, torch.bfloat16}
 
@@ -40,12 +40,12 @@ class LayerwiseOptimizer(Optimizer):
     moments: tuple[str, ...] = ()
     """Names of the states that have the shape of their parameter and start at zero."""
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group; SettingError for a setting that cannot work."""
         super().add_param_group(param_group)
         self.check(param_group)
 
-    def check(self, group: Group) -> None:
+    def check(self, group: ParamGroup) -> None:
         """Refuse settings of a group that cannot work."""
         owner = type(self).__name__
         for name in ("lr", "weight_decay"):
@@ -67,15 +67,15 @@ class LayerwiseOptimizer(Optimizer):
                         torch.autograd.graph.increment_version(parameter)
         return loss
 
-    def update(self, group: Group, batch: TensorBatch) -> None:
+    def update(self, group: ParamGroup, batch: TensorBatch) -> None:
         """Update the weights and states of some parameters of a group in place."""
         raise NotImplementedError
 
-    def adapted(self, group: Group, batch: TensorBatch) -> list[int]:
+    def adapted(self, group: ParamGroup, batch: TensorBatch) -> list[int]:
         """Return the indices of parameters whose update is scaled: all, or those with two dimensions or more."""
         return [i for i, p in enumerate(batch.parameters) if group["adapt"] == "all" or p.dim() > 1]
 
-    def _batches(self, group: Group) -> Iterator[TensorBatch]:
+    def _batches(self, group: ParamGroup) -> Iterator[TensorBatch]:
         alike: dict[Any, list[Tensor]] = {}
         for parameter in group["params"]:
             if parameter.grad is not None:
@@ -156,7 +156,7 @@ class Lamb(LayerwiseOptimizer):
         defaults = {"lr": lr, "betas": checked_betas("Lamb", betas), "eps": eps, "weight_decay": weight_decay}
         super().__init__(params, defaults | {"bias_correction": bias_correction, "clamp": clamp, "adapt": adapt})
 
-    def check(self, group: Group) -> None:
+    def check(self, group: ParamGroup) -> None:
         """Refuse settings of a group that cannot work."""
         super().check(group)
         checked_betas("Lamb", group["betas"])
@@ -171,7 +171,7 @@ class Lamb(LayerwiseOptimizer):
         check_number(clamp[0], written, least=0)
         check_number(clamp[1], written, above=clamp[0])
 
-    def update(self, group: Group, batch: TensorBatch) -> None:
+    def update(self, group: ParamGroup, batch: TensorBatch) -> None:
         """Update the weights and the moments of some parameters in place."""
         beta1, beta2 = group["betas"]
         first, second = (batch.states[name] for name in self.moments)
@@ -201,7 +201,7 @@ class Lamb(LayerwiseOptimizer):
             state["step"] = state.get("step", torch.zeros((), dtype=torch.float32, device="cpu")) + 1
         return [state["step"].item() for state in states]
 
-    def _ratios(self, group: Group, batch: TensorBatch, *, indices: list[int], updates: list[Tensor]) -> Tensor:
+    def _ratios(self, group: ParamGroup, batch: TensorBatch, *, indices: list[int], updates: list[Tensor]) -> Tensor:
         of = [batch.parameters[i] for i in indices]
         weights = norms([batch.weights[i] for i in indices], of)
         if group["clamp"] is not None:
@@ -251,7 +251,7 @@ class Lars(LayerwiseOptimizer):
         defaults = {"lr": lr, "momentum": momentum, "weight_decay": weight_decay, "trust": trust}
         super().__init__(params, defaults | {"nesterov": nesterov, "adapt": adapt})
 
-    def check(self, group: Group) -> None:
+    def check(self, group: ParamGroup) -> None:
         """Refuse settings of a group that cannot work."""
         super().check(group)
         check_number(group["momentum"], f"Lars(momentum={group['momentum']!r})", least=0, below=1)
@@ -260,7 +260,7 @@ class Lars(LayerwiseOptimizer):
         if group["nesterov"] and not group["momentum"]:
             raise SettingError("Lars(nesterov=True, momentum=0)", want="a momentum", fix="momentum=0.9")
 
-    def update(self, group: Group, batch: TensorBatch) -> None:
+    def update(self, group: ParamGroup, batch: TensorBatch) -> None:
         """Update the weights and the momentum of some parameters in place."""
         decay, momentum = group["weight_decay"], group["momentum"]
         updates = list(torch._foreach_add(batch.gradients, batch.weights, alpha=decay)) if decay else batch.gradients[:]
@@ -275,7 +275,7 @@ class Lars(LayerwiseOptimizer):
             updates = list(torch._foreach_add(updates, velocity, alpha=momentum)) if nesterov else velocity
         torch._foreach_add_(batch.weights, updates, alpha=-group["lr"])
 
-    def _ratios(self, group: Group, batch: TensorBatch, *, indices: list[int]) -> Tensor:
+    def _ratios(self, group: ParamGroup, batch: TensorBatch, *, indices: list[int]) -> Tensor:
         of = [batch.parameters[i] for i in indices]
         weights = norms([batch.weights[i] for i in indices], of)
         below = norms([batch.gradients[i] for i in indices], of) + group["weight_decay"] * weights

@@ -20,7 +20,7 @@ from trainwright.core.suggestions import suggests
 from trainwright.core.torch_private import NormWithStatistics, devices_with_fused_kernels
 from trainwright.modules.dtensors import is_sharded
 from trainwright.modules.matching import find
-from trainwright.optim.fused import dtype_broken_in_sgd, step_of
+from trainwright.optim.fused import ParamGroup, dtype_broken_in_sgd, step_of
 
 Fused = bool | Literal["auto"]
 Inner = tuple[Optimizer, Callable[[], Any]]
@@ -278,10 +278,10 @@ class MuonAdamW(Optimizer):
     list of groups, one state, one schedule. SettingError for a torch without Muon, which came with 2.9.
     """
 
-    def __init__(self, params: Iterable[Group], lr: float = 1e-3) -> None:
+    def __init__(self, params: Iterable[ParamGroup], lr: float = 1e-3) -> None:
         super().__init__(list(params), {"lr": lr, "differentiable": False})  # as torch has it after every load
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: ParamGroup) -> None:
         """Add a group; its `by` names the optimizer that updates it."""
         by = param_group.get("by")
         if by not in ("muon", "adamw"):
@@ -304,7 +304,7 @@ class MuonAdamW(Optimizer):
                 step()
         return loss
 
-    def _inner(self, by: str, groups: list[Group]) -> Inner:
+    def _inner(self, by: str, groups: list[ParamGroup]) -> Inner:
         """Return torch's optimizer of these groups, and its step. Copies and pickles leave them out."""
         made: dict[str, Inner] = vars(self).setdefault("_made", {})
         if by not in made:
@@ -353,10 +353,10 @@ class MuonFactory(OptimizerFactory):
         fused = supports_fused(AdamW, rest) if self.fused == "auto" else self.fused
         return MuonAdamW([part for group in groups for part in self._split(group, hidden, fused)], lr=self.groups.lr)
 
-    def _split(self, group: Group, hidden: set[nn.Parameter], fused: bool) -> Iterator[Group]:
+    def _split(self, group: ParamGroup, hidden: set[nn.Parameter], fused: bool) -> Iterator[ParamGroup]:
         """Yield Muon's part of a group, then AdamW's, unless empty."""
         factor = 1.0 if self.adamw_lr is None else self.adamw_lr / self.groups.lr
-        settings: dict[str, Group] = {
+        settings: dict[str, ParamGroup] = {
             "muon": {"momentum": self.momentum, "nesterov": self.nesterov, "adjust_lr_fn": self.adjust_lr},
             "adamw": {"betas": self.betas, "fused": fused, "lr": group["lr"] * factor},
         }
@@ -419,8 +419,6 @@ NORMS = (NormWithStatistics, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 """Modules that represent the layers inside them, if named in `layers`."""
 
-Group = dict[str, Any]
-
 
 @suggests
 def param_groups(
@@ -432,7 +430,7 @@ def param_groups(
     no_decay: str | Sequence[str] = (),
     layer_decay: float | None = None,
     layers: str | Sequence[str] = (),
-) -> list[Group]:
+) -> list[ParamGroup]:
     """Return the parameters of a model in named groups, for any optimizer that takes groups.
 
     Weights decay, embeddings included. Biases, all other parameters with fewer than two dimensions, parameters of
@@ -493,7 +491,7 @@ class Groups:
             if getattr(self, name) != unset:
                 yield f"{name}={getattr(self, name)!r}"
 
-    def of(self, model: nn.Module) -> list[Group]:
+    def of(self, model: nn.Module) -> list[ParamGroup]:
         """Return the groups of a model's parameters; those with the common rate come first, and none is empty.
 
         Decaying and other parameters are separate even without weight decay, so that checkpoints fit for any decay.

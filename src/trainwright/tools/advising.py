@@ -44,7 +44,7 @@ WARM_COMPILED = 8
 """The same for compiled models."""
 PLANNED = 0.9
 """Share of the budget in which new blocks start; the last one may take longer."""
-SHARE = 3
+START_FACTOR = 3
 """A technique with a slow start, such as compiling, is tried if the budget is this multiple of its start-up time."""
 READY = 24
 """The most updates for which batches are held ready."""
@@ -444,9 +444,9 @@ class _TrialRunner:
 
     def _start_slowly(self, one: _Pairs) -> None:
         """Time one block of several segments of a technique with a slow start, if the budget allows."""
-        if self._seconds < SHARE * one.technique.start:
+        if self._seconds < START_FACTOR * one.technique.start:
             start = one.technique.start
-            one.why_not = f"it may take {start:.0f} s to start; give seconds={SHARE * start:.0f} or more"
+            one.why_not = f"it may take {start:.0f} s to start; give seconds={START_FACTOR * start:.0f} or more"
         else:
             self._time_pair(one, warm=WARM_COMPILED, segments=5)
 

@@ -16,7 +16,7 @@ from trainwright.core.errors import SettingError
 from trainwright.core.rng import rng_preserved
 from trainwright.core.suggestions import suggests
 from trainwright.core.trees import tensors_in
-from trainwright.data.sharding import rows_of, slice_rows
+from trainwright.data.sharding import slice_rows, sliceable_rows
 from trainwright.modules.peak_memory import Peaks, peaks_of
 from trainwright.observers.table import byte_size
 from trainwright.tools.trainer_snapshot import TrainerSnapshot
@@ -25,7 +25,7 @@ from trainwright.trainer import Trainer
 from trainwright.update.trainer_like import networks_of
 
 MOST_TRIALS = 4
-SHARE = 0.9
+MEMORY_FRACTION = 0.9
 """The share of the available memory that the predicted size may take."""
 LEAP = 16
 """The most by which the linear model extrapolates, as a multiple of the largest measured size."""
@@ -145,7 +145,7 @@ def find_batch_size(
         # With accumulation the second micro-batch is added to the gradients of the first.
         k = 2 if effective is not None or accumulated > 1 else 1
         trials = _Trials(trainer, before, peaks, batch=(batch, rows), k=k, limit=limit)
-        search = _SizeSearch(trials, allowed=available * SHARE, limits=limits)
+        search = _SizeSearch(trials, allowed=available * MEMORY_FRACTION, limits=limits)
         room = f"the memory of {trainer.device}" if budget is None else f"a budget of {byte_size(budget)}"
         search.run(rows, room=room)
     return _result(trainer, search, before=rows * accumulated, effective=effective, budget=available)
@@ -331,14 +331,14 @@ def _rule(names: Set[str]) -> str | None:
 
 def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
     """Return the batch with most elements per row, and its rows."""
-    rows = [rows_of(batch, "train") for batch in batches]
+    rows = [sliceable_rows(batch, "train") for batch in batches]
     sizes = [sum(one.numel() for one in tensors_in(batch)) / n for batch, n in zip(batches, rows, strict=True)]
     full = max(rows)
     chosen = max(range(len(batches)), key=lambda i: (sizes[i], rows[i]))
     largest = batches[chosen]
     if rows[chosen] < full:
         largest = joined([largest] * (full // rows[chosen] + 1))
-        largest = slice_rows(largest, range(full), of=rows_of(largest, "train"))
+        largest = slice_rows(largest, range(full), of=sliceable_rows(largest, "train"))
     return largest, full
 
 

@@ -100,7 +100,7 @@ def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
     """Watch the evaluation of one batch: of `val`, or of training where the trainer has no step of its own."""
     hooks = trainer._hooks
     own = hooks.overrides_training_step or hooks.overrides_validation_step or hooks.overrides_evaluate
-    if val is None and (own or hooks.overrides_update):
+    if val is None and (own or hooks.has_custom_update):
         return None
     if is_several(val):
         val = next(iter(val.values()))
@@ -315,7 +315,7 @@ def _unreached(watch: _Watch, *, updates: int) -> Iterator[Finding]:
 
 def _resting(trainer: Trainer[Any], reached: dict[int, float]) -> set[int]:
     """Return the parameters of optimizers that a custom `update` did not use in these updates."""
-    if not trainer._hooks.overrides_update or len(trainer.optimizers) < 2:
+    if not trainer._hooks.has_custom_update or len(trainer.optimizers) < 2:
         return set()
     each = [{id(p) for p in parameters_in(one)} for one in trainer.optimizers.values()]
     return {one for held in each if held.isdisjoint(reached) for one in held}

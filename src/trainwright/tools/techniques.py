@@ -365,7 +365,7 @@ def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source,
 
     Each phase waits for an accelerator, so that phases do not overlap as they do in a run.
     """
-    twin = variant(trainer, average=trainer.average, fast=trainer.fast)
+    twin = variant(trainer, average=trainer.average)
     clock = Clock(twin, warm=1, updates=updates, segments=1)
     seconds = {"forward": 0.0, "optimizer": 0.0}
 

@@ -319,7 +319,7 @@ class DeferredCheck(UpdateStrategy):
         for step in steps.all.steps:
             if mask is not None:
                 ready_to_mask(step.optimizer)
-            step.make_step(mask, lrs, fuses_clipping=self._fuses_clipping)
+            step.bind_kernels(mask, lrs, fuses_clipping=self._fuses_clipping)
 
     def mask(self) -> Tensor | None:
         """Return the tensor that is 1 where a step changes nothing; None where nothing is checked."""
@@ -571,7 +571,7 @@ def _why_not_deferred(
         why.append("the ranks check an update together")
     if trainer.on_error == "save":
         why.append('on_error="save" saves the update before an error')
-    if hooks.overrides_update or hooks.overrides_compute_gradients:
+    if hooks.has_custom_update or hooks.overrides_compute_gradients:
         why.append("an `update` of your own reads what it has done")
     follows = trainer.precision is not None and trainer.precision.follows_updates
     if checks and (follows or hooks.after_update is not None):

@@ -20,7 +20,7 @@ from trainwright.core.torch_private import versions_preserved
 from trainwright.core.trees import parameters_in
 from trainwright.distributed.ddp import DDP, GradientBuckets, Wrapped, fingerprint
 from trainwright.distributed.mesh import Slice
-from trainwright.distributed.world import Group, World
+from trainwright.distributed.world import ProcessGroupWorld, World
 from trainwright.modules.modes import running_statistics
 from trainwright.update.loss_tracker import BackwardArgs
 from trainwright.update.losses import StepLoss
@@ -201,13 +201,13 @@ class DistributedCheck(UpdateStrategy):
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
         trainer = run.trainer
-        assert isinstance(trainer.world, Group)
+        assert isinstance(trainer.world, ProcessGroupWorld)
         self._trainer, self._world = trainer, trainer.world
         self._settings = trainer.parallel if isinstance(trainer.parallel, DDP) else DDP()
         self._is_sharded = trainer.parallel.shards
         """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
         hooks = trainer._hooks
-        self._is_default = not (hooks.overrides_update or hooks.overrides_compute_gradients)
+        self._is_default = not (hooks.has_custom_update or hooks.overrides_compute_gradients)
         """Whether no code of the user reads or makes gradients."""
         self._wraps = self._is_default and not self._is_sharded
         if not self._wraps and self._settings.compress is not None:

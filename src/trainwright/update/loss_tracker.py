@@ -55,7 +55,7 @@ class LossTracker(RunningMeans):
         self._hooks = hooks
         self.count_by_graph = nll_total_weight
         """Finds the count in the graph of a loss of torch's own."""
-        self._sums_losses = hooks.overrides_update or hooks.overrides_compute_gradients
+        self._sums_losses = hooks.has_custom_update or hooks.overrides_compute_gradients
         self._grad_tensors: dict[tuple[Any, ...], Tensor] = {}
         """By weight, dtype and device."""
 

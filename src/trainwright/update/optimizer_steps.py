@@ -57,7 +57,7 @@ class OptimizerStep:
         self.gradients = Gradients(self.optimizer, order=order)
         self.groups = len(self.optimizer.param_groups)
 
-    def make_step(
+    def bind_kernels(
         self, found_inf: Tensor | None, lrs: Callable[[], list[Tensor]] | None, *, fuses_clipping: bool
     ) -> None:
         """Make the kernels of the step read `found_inf`, take rates from `lrs`, and clip if `fuses_clipping`."""

@@ -76,10 +76,10 @@ def describe_ranks(trainer: TrainerLike, plan: Plan, *, apart: bool) -> list[str
 
 def complete_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
     """Return the complete batches of a pass, the same on every rank; of a sharded stream those of each rank."""
-    return iter(source.epoch(0)) if trainer.world.size == 1 else _undealt(trainer, cast(Any, source))
+    return iter(source.epoch(0)) if trainer.world.size == 1 else _complete_on_each_rank(trainer, cast(Any, source))
 
 
-def _undealt(trainer: TrainerLike, source: Any) -> Iterator[Any]:
+def _complete_on_each_rank(trainer: TrainerLike, source: Any) -> Iterator[Any]:
     source.shard(Shard(0, 1))
     try:
         for one in epoch_batches(trainer.world, source, 0):

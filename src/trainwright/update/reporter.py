@@ -90,7 +90,7 @@ class UpdateReporter:
 
     def _numbers(self) -> Sums:
         hooks, tracker = self._trainer._hooks, self._trainer._tracker
-        with_loss = tracker.has_loss and (hooks.overrides_update or hooks.overrides_compute_gradients)
+        with_loss = tracker.has_loss and (hooks.has_custom_update or hooks.overrides_compute_gradients)
         return tracker.counted_values(with_loss=with_loss)
 
     def _update(self, window: Window, *, skipped: bool) -> Update:

@@ -115,7 +115,7 @@ class UpdateStrategy:
         if self.scaler is not None:
             self.pending_factor = missing * self.scaler.inv_scale()
             self.status.is_scaled = True
-        if run.trainer._hooks.overrides_update:
+        if run.trainer._hooks.has_custom_update:
             self.unscale_and_check(run.gradients)
         return None if loss is None else self.complete_loss(loss, missing)
 
@@ -197,7 +197,7 @@ class UpdateStrategy:
                 lr=chosen.steps[0].lrs[0],
                 norm=norm if isinstance(norm, float) else None,
                 counted=None if counted is None else float(counted),
-                unchanged=not trainer._hooks.overrides_update,
+                unchanged=not trainer._hooks.has_custom_update,
                 find_origin=run.find_origin,
             )
         return verdict == "apply"

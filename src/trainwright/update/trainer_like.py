@@ -155,8 +155,9 @@ class Hooks:
     """Whether training steps are the user's own, and may log any name."""
     overrides_compute_gradients: bool
     """Whether `compute_gradients` is the user's own."""
-    overrides_update: bool
-    """Whether user code may read gradients, so that they are complete when `compute_gradients` returns."""
+    has_custom_update: bool
+    """Whether `update` or `apply_gradients` is overridden. User code may then read gradients, so they are complete when
+    `compute_gradients` returns."""
 
 
 def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
@@ -199,7 +200,7 @@ def read_hooks(
         overrides_evaluate="evaluate" in own,
         may_log_any_name=not own.isdisjoint({"training_step", "update", "compute_gradients"}),
         overrides_compute_gradients="compute_gradients" in own,
-        overrides_update=not own.isdisjoint({"update", "apply_gradients"}),
+        has_custom_update=not own.isdisjoint({"update", "apply_gradients"}),
         begin_epoch=trainer.begin_epoch if "begin_epoch" in own else None,
         end_epoch=trainer.end_epoch if "end_epoch" in own else None,
         after_update=trainer.after_update if "after_update" in own else None,

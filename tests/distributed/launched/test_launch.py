@@ -130,7 +130,7 @@ def test_the_traceback_of_the_failed_rank_is_shown_once() -> None:
         world = as_world("auto")
         if world.rank == 1:
             raise KeyError("row 17")
-        world.barrier()
+        world.sum_numbers(0)
 
     with pytest.raises(DistributedError, match=r"^rank 1 of 2 has failed: KeyError: 'row 17'$") as raised:
         launch(main, processes=2, timeout=SECONDS)

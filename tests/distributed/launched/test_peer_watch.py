@@ -20,7 +20,7 @@ from trainwright.core.errors import DistributedError
 from trainwright.distributed import launch as launching
 from trainwright.distributed import peer_watch
 from trainwright.distributed.launch import launch
-from trainwright.distributed.world import Group
+from trainwright.distributed.world import ProcessGroupWorld
 
 SECONDS = 120
 PROMPT = 50
@@ -34,8 +34,8 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     The launcher's own error, with the first line of it, comes last.
     """
 
-    monkeypatch.setattr(peer_watch, "GRACE", 1.0)
-    monkeypatch.setattr(launching, "GRACE", 3.5)
+    monkeypatch.setattr(peer_watch, "GUARD_GRACE", 1.0)
+    monkeypatch.setattr(launching, "FAILURE_GRACE", 3.5)
 
     def run(*args: Any, store_by_rank_0: bool = False, in_group: bool = False, **settings: float):
         port = free_port()
@@ -125,22 +125,22 @@ def watching() -> int:
 
 
 def watched_well() -> list[str]:
-    group = Group(timeout=60)
+    group = ProcessGroupWorld(timeout=60)
     texts = []
     for run in range(3):
         with group.watch(lambda run=run: f"run {run}"):
             with group.watch(lambda: "inside"):
                 assert watching() == 1
-                group.barrier()
+                group.sum_numbers(0)
             assert watching() == 1
-            group.barrier()
+            group.sum_numbers(0)
         assert watching() == 0
         texts.append(f"{run} {group.cause_of(KeyError('x'))!r}")
     return texts
 
 
 def own_errors(kind: type[Exception]) -> str:
-    group = Group(timeout=60)
+    group = ProcessGroupWorld(timeout=60)
     try:
         with group.watch(lambda: "here"):
             raise kind("the same on all")
