@@ -33,6 +33,7 @@ html_theme = "furo"
 html_title = "trainwright"
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_search_scorer = str(Path(__file__).parent / "_static" / "scorer.js")
 html_copy_source = False
 html_show_sourcelink = False
 html_theme_options = {"navigation_with_keys": True}

@@ -1,0 +1,16 @@
+// Scores of the site's search: Sphinx's own, with pages for users before pages for developers.
+var Scorer = {
+  score: ([docname, title, anchor, descr, score]) => {
+    if (/^(development|benchmarks)\/|^changelog/.test(docname)) return score - 20;
+    if (/^(start|guides|cookbook)\//.test(docname)) return score + 2;
+    return score;
+  },
+  objNameMatch: 11,
+  objPartialMatch: 6,
+  objPrio: { 0: 15, 1: 5, 2: -5 },
+  objPrioDefault: 0,
+  title: 15,
+  partialTitle: 7,
+  term: 5,
+  partialTerm: 2,
+};
