@@ -26,7 +26,7 @@ from trainwright.core.suggestions import (
     suggests,
 )
 from trainwright.fit import arguments
-from trainwright.fit.plan import EACH_EPOCH, Ends, Resume, make_plan, settings_of
+from trainwright.fit.plan import EACH_EPOCH, Ends, ResumeArguments, make_plan, settings_of
 from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.observers.console import Console, console_observers
@@ -240,7 +240,7 @@ class Trainer(Generic[M]):
         from trainwright.fit.context import FitContext
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate, validate_at_start, max_val_batches)
-        resuming = Resume(resume, resume_data, resume_fresh)
+        resuming = ResumeArguments(resume, resume_data, resume_fresh)
         with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, boundary):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:
@@ -343,12 +343,12 @@ class Trainer(Generic[M]):
         """Do what is due between two updates: probe, validate, judge, report, save."""
         boundary.begin(epoch_ended=epoch_ended)
         validated = boundary.validation_is_due()
-        best = save_due = False
+        is_best = save_due = False
         if validated or epoch_ended or boundary.ends_inside_epoch:
             row = boundary.add_row(boundary.validate() if validated else None)
-            best, save_due = boundary.judge(row, validated=validated)
+            is_best, save_due = boundary.judge(row, validated=validated)
             if boundary.reporter is not None:
-                boundary.reporter.report(row, best=best, validated=validated)
+                boundary.reporter.report(row, is_best=is_best, validated=validated)
             if epoch_ended and self._hooks.end_epoch is not None:
                 boundary.end_epoch(row)
         if self._counters.stopped:

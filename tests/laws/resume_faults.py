@@ -200,12 +200,12 @@ def the_history_starts_anew(patch):
 
 
 def the_users_state_is_forgotten(patch):
-    without(patch, saving._UserState, "load_state_dict")
+    without(patch, saving._TrainerStatePart, "load_state_dict")
 
 
 def it_is_forgotten_when_was_validated(patch):
     def never(self, tree):
-        self.validated, self.last_boundary = -1, 0
+        self.validated_at, self.last_boundary = -1, 0
 
     around(patch, Counters, "load_state_dict", after=never)
 

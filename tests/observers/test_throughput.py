@@ -48,7 +48,7 @@ def speeds_of(*, epochs=2, cls=Trainer, every=FIVE, **settings):
 
 
 def a_speed(**others):
-    numbers = {"epoch": 0, "update": 9, "seconds": 2.0, "rows": 64, "updates": 8, "waited": 0.0}
+    numbers = {"epoch": 0, "update": 9, "seconds": 2.0, "rows": 64, "updates": 8, "data_seconds": 0.0}
     return Speed(**(numbers | others))
 
 
@@ -89,7 +89,7 @@ def test_waiting_for_data_is_told_and_bounds_the_run() -> None:
     made(observers=[Throughput(), told]).fit(slow, epochs=2, epoch_updates=4)
     assert [one.bound for one in told.speeds] == ["input", "input"]
     assert all(0.5 < one.waiting <= 1 for one in told.speeds)
-    assert all(one.waited >= 0.15 for one in told.speeds)
+    assert all(one.data_seconds >= 0.15 for one in told.speeds)
 
 
 def test_mfu_is_rows_times_operations_over_the_peak() -> None:
@@ -138,15 +138,15 @@ def test_memory_is_counted_by_kind() -> None:
 
 def test_what_bounds_a_run_is_told_where_it_can_be() -> None:
     assert a_speed().bound == ""  # on a CPU host and device are one
-    assert a_speed(waited=0.2).bound == "input"
-    assert a_speed(looks=4, busy=3, waited=0.1).bound == "compute"
+    assert a_speed(data_seconds=0.2).bound == "input"
+    assert a_speed(looks=4, busy=3, data_seconds=0.1).bound == "compute"
     assert a_speed(looks=4, busy=2).bound == "launch"
-    assert a_speed(looks=4, busy=4, waited=1.0).bound == "input"
+    assert a_speed(looks=4, busy=4, data_seconds=1.0).bound == "input"
 
 
 def test_stretches_add_up() -> None:
-    whole = merged([a_speed(looks=2, busy=2, waited=0.5), a_speed(update=20, seconds=6.0, looks=1, peak=1.0)])
-    assert (whole.seconds, whole.rows, whole.updates, whole.waited) == (8.0, 128, 16, 0.5)
+    whole = merged([a_speed(looks=2, busy=2, data_seconds=0.5), a_speed(update=20, seconds=6.0, looks=1, peak=1.0)])
+    assert (whole.seconds, whole.rows, whole.updates, whole.data_seconds) == (8.0, 128, 16, 0.5)
     assert (whole.rows_per_second, whole.updates_per_second, whole.waiting) == (16.0, 2.0, 0.0625)
     assert (whole.update, whole.looks, whole.busy, whole.peak) == (20, 3, 2, 1.0)
 

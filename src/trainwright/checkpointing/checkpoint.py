@@ -1,4 +1,4 @@
-"""The settings of the slot `checkpoint`: directory, frequency, retention, and the number that ranks checkpoints."""
+"""The settings of the checkpoint slot: directory, frequency, retention, and the number that ranks checkpoints."""
 
 from __future__ import annotations
 
@@ -24,24 +24,24 @@ if TYPE_CHECKING:
 class Checkpoint:
     """Save checkpoints of a run into a directory; retain the last `keep` and the `top` best of them.
 
-    If the system refuses a save (full disk, quota, input/output error), the next save tries again. The save at the end
-    must succeed, else `fit` raises. A slot of your own is a subclass whose `bind` returns a subclass of
-    `CheckpointManager`.
+    If the system refuses a save (full disk, quota, input/output error), the run continues and the next save tries
+    again. The save at the end must succeed, else `fit` raises. To customize: subclass it, and return a subclass of
+    `CheckpointManager` from `bind`.
 
     Args:
         directory: The directory of the run.
         best: The number that ranks checkpoints, such as "val_accuracy".
-        mode: "min" or "max". Optional for names that end in "loss", of which less is better.
-        top: How many of the best are retained.
-        keep: How many of the last are retained; "all" removes none.
-        every: A duration, or "auto": at each validation, or each epoch without validation data.
-        restore_best: Whether the model holds the best weights when `fit` ends.
-        trainable_only: Leave out the weights that are frozen and in no optimizer, for adapters on a large model.
-        async_save: Copy the state and write it in a thread while training continues. False: training waits.
-        on_save_error: What a refused save does: "warn", or "raise", which ends the run.
-        checksum: "crc32", or "sha256", which costs more and detects every accident. Neither protects against intent:
-            checksums are stored next to the files.
-        grace: Seconds that a signal waits for the end of the update in progress.
+        mode: "min" or "max". Optional for names that end in "loss": the default is "min".
+        top: Number of best checkpoints to retain.
+        keep: Number of last checkpoints to retain; "all" retains every checkpoint.
+        every: A duration between saves. "auto": save at each validation; without validation data at each epoch.
+        restore_best: Load the best weights into the model when `fit` ends.
+        trainable_only: Leave out frozen weights that are in no optimizer, for adapters on a large model.
+        async_save: Copy the state, and write it in a thread while training continues. False: training waits.
+        on_save_error: "warn" of a refused save and continue, or "raise" and end the run.
+        checksum: "crc32", or "sha256", which is slower and detects every accidental change. Neither protects against
+            intentional changes: checksums are stored next to the files.
+        grace: Seconds after a signal for the update in progress to end.
     """
 
     directory: str | Path
@@ -101,9 +101,9 @@ class Checkpoint:
         check_number(self.grace, f"Checkpoint(grace={self.grace!r})", least=0, what=what, fix="grace=20")
 
     def bind(self, run_id: str, *, world: World | None = None) -> CheckpointManager:
-        """Return the manager of one run's checkpoints; it writes nothing before its `prepare`.
+        """Return the checkpoint manager of one run. It writes nothing before its `prepare`.
 
-        `world`: the ranks of the run. Each rank of a group binds its own and makes the same calls in the same order.
+        `world`: the ranks of the run. Each rank binds a manager and makes the same calls in the same order.
         """
         from trainwright.distributed.world import ProcessGroupWorld
 

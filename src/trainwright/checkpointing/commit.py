@@ -1,17 +1,18 @@
-"""Makes checkpoint directories that are complete or absent, and locks the directory of a run.
+"""Commits checkpoint directories that are complete or absent, and locks the directory of a run.
 
-The order of writes, and the reason why a power cut at any point leaves the old checkpoints or also the new one:
+The order of writes. A power cut at any point leaves the old checkpoints intact, with or without the new one:
 
-1. All files are written into a hidden temporary directory next to the others: no reader takes it for a checkpoint.
-2. Each file is flushed to the disk (fsync) as soon as it is written, so that a later rename cannot overtake its bytes.
+1. All files are written into a hidden temporary directory: readers ignore it.
+2. Each file is flushed to disk (fsync) once written, so that the rename cannot overtake its bytes.
 3. The manifest is written last, with size and checksum of each file: a directory with a manifest is complete.
-4. The temporary directory is flushed: the names of the files in it are then on the disk too.
-5. It is renamed to its name, which is atomic: a reader sees the complete checkpoint or none.
-6. The directory of the run is flushed: from here on the checkpoint survives a power cut, and only now is it reported.
+4. The temporary directory is flushed: the names of its files are then on disk.
+5. It is renamed to its final name. The rename is atomic: a reader sees the complete checkpoint or none.
+6. The directory of the run is flushed: the checkpoint now survives a power cut, and is reported.
 
-An old checkpoint is removed after that in two steps: renamed to a hidden name, then deleted.
-A process that locks a directory first gives complete hidden directories of killed writers their names, unless a
-checkpoint has that name (`_clean_up`), and deletes the others.
+Then old checkpoints are removed, each in two steps: renamed to a hidden name, then deleted.
+
+A process that locks a directory cleans up after killed writers (`_clean_up`): it renames their complete hidden
+directories to the final names, unless a checkpoint has that name, and deletes the others.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ except ImportError:  # Windows
 
 _LEFTOVER = re.compile(r"\.(tmp|old|trash)-(update-\d{10,})-\d+-[0-9a-f]{8}")
 _locked: set[int] = set()
-"""Descriptors of the locks that this process holds; a forked child closes them."""
+"""File descriptors of the locks of this process. A forked child closes them."""
 
 
 def commit(
@@ -60,24 +61,24 @@ def commit(
     checksum: Checksum = "crc32",
     sharded: ShardedSave | None = None,
 ) -> Path:
-    """Write a checkpoint completely or not at all; when this returns, a power cut cannot take it away.
+    """Write a checkpoint completely or not at all; return its path. On return it survives a power cut.
 
-    `manifest` has `run`, `update`, `epoch` and `metrics`; files, checksums and versions are added. A checkpoint of
-    the same update is replaced. CheckpointError if the system refuses; nothing of the new one is left then.
-    `sharded`: a save in which other ranks write and flush files in the temporary directory too.
+    `manifest` has `run`, `update`, `epoch` and `metrics`; files, checksums and versions are added. `sharded`: other
+    ranks write files into the temporary directory too. A checkpoint of the same update is replaced. CheckpointError if
+    the system refuses; then nothing of the new checkpoint is left.
     """
     target = directory / update_name(manifest["update"])
     hidden = directory / (spare_name(".tmp", target.name) if sharded is None else sharded.temporary)
     try:
-        os.mkdir(hidden, 0o700)  # 1. hidden: no reader takes it for a checkpoint
+        os.mkdir(hidden, 0o700)  # 1. hidden: readers ignore it
         entries: dict[str, Any] = {}
         for name, content in files.items():  # 2. each flushed: a later rename cannot overtake its bytes
             entries[name] = write_file(hidden / check_file_name(name), content, checksum=checksum)
         if sharded is not None:
             entries |= sharded.gather(hidden)
-        # 3. The manifest last: a directory that has one has all files that it lists.
+        # 3. The manifest last: a directory with a manifest has all files that it lists.
         write_file(hidden / MANIFEST, manifest_text({**manifest, "files": entries}, checksum))
-        sync_directory(hidden)  # 4. now the names of the files are on the disk too
+        sync_directory(hidden)  # 4. now the names of the files are on disk
         _publish(hidden, target)  # 5. and 6.
     except OSError as error:
         what = f"checkpoint {target.name} could not be written to {directory}; those before it are as they were"
@@ -88,7 +89,7 @@ def commit(
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint. It is renamed first: no partly deleted directory ever has its name."""
+    """Remove a checkpoint. It is renamed first, so that a partly deleted directory never has a checkpoint's name."""
     assert is_update_name(path.name), path
     hidden = _hide(path, ".trash")
     sync_directory(path.parent)
@@ -96,26 +97,26 @@ def remove(path: Path) -> None:
 
 
 def temporary_name(update: int, *, pid: int, token: str) -> str:
-    """Return the name of a temporary directory that several ranks know; `token`: 8 hexadecimal digits."""
+    """Return the name of a temporary directory shared by ranks. `token`: 8 hexadecimal digits."""
     return f".tmp-{update_name(update)}-{pid}-{token}"
 
 
 class RunDirectory:
-    """The directory of one run's checkpoints, locked for this process from `acquire` to `release`.
+    """The checkpoint directory of one run, locked for this process from `acquire` to `release`.
 
-    The lock is a `flock` on the file `.lock`: it ends with the process, whatever ends it.
+    The lock is a `flock` on the file `.lock`, which the system releases when the process ends.
     """
 
     def __init__(self, path: Path, *, given: str) -> None:
         self.path = path
         self._given = given
-        """The path as the user wrote it; for messages."""
+        """The path as the user wrote it, for messages."""
         self._lock: int | None = None
         """The descriptor of the locked file."""
         self._identity: tuple[int, int] | None = None
 
     def acquire(self) -> None:
-        """Make the directory if missing, check that it is writable, lock it, and clean up after killed writers.
+        """Create the directory if missing, check that it is writable, lock it, and clean up after killed writers.
 
         CheckpointError if another process has locked it.
         """
@@ -132,7 +133,7 @@ class RunDirectory:
         return not os.path.isdir(self.path) or self._current_identity() != self._identity
 
     def reacquire(self, run: str) -> None:
-        """Make and lock the directory again; CheckpointError if another run uses it now."""
+        """Create and lock the directory again. CheckpointError if another run uses it now."""
         self.release()
         self.acquire()
         try:
@@ -146,18 +147,18 @@ class RunDirectory:
         """Unlock the directory."""
         self._identity = (0, 0)
         locked, self._lock = self._lock, None
-        if locked is not None and locked in _locked:  # a forked child has closed it already
+        if locked is not None and locked in _locked:  # not in a forked child, which has closed it already
             _locked.discard(locked)
-            # Not left to `close`: a process that was forked just now may not have closed its copy yet.
+            # `close` does not suffice: a process that was just forked may not have closed its copy yet.
             with suppress(OSError):
                 if fcntl is not None:
                     fcntl.flock(locked, fcntl.LOCK_UN)
             os.close(locked)
 
     def read_manifest(self, path: Path, run: str, *, tolerant: bool = False) -> dict[str, Any] | None:
-        """Return the manifest of a checkpoint of this run; CheckpointError if it is of another run.
+        """Return the manifest of a checkpoint of this run. CheckpointError if it is of another run.
 
-        An unreadable one may be of any run: CheckpointError too, or None if `tolerant`.
+        An unreadable one may be of another run: CheckpointError, or None if `tolerant`.
         """
         try:
             manifest = read_manifest(path)
@@ -196,7 +197,7 @@ class RunDirectory:
 
 
 def make_directory(path: Path) -> None:
-    """Make the directory of a run if missing, durably, and check that it is writable."""
+    """Create the directory of a run durably if missing, and check that it is writable."""
     try:
         if not path.is_dir():
             _make_durably(path)
@@ -216,20 +217,20 @@ def _make_durably(path: Path) -> None:
 
 
 def _publish(hidden: Path, target: Path) -> None:
-    """Rename a complete directory to its name, replacing one of that name; on failure all names are as before."""
+    """Rename a complete directory to its final name, replacing an older one. On failure all names are as before."""
     if os.path.lexists(target):
         _replace(target, hidden)
         return
-    os.rename(hidden, target)  # atomic: a reader sees all of it or nothing
+    os.rename(hidden, target)  # 5. atomic: a reader sees the complete checkpoint or none
     try:
-        sync_directory(target.parent)  # from here on it survives a power cut
+        sync_directory(target.parent)  # 6. from here on it survives a power cut
     except BaseException:
         _rename_back(target, hidden)
         raise
 
 
 def _replace(target: Path, hidden: Path) -> None:
-    """Rename a complete directory to a name that an older one has; on failure all names are as before."""
+    """Rename a complete directory to the name of an older one. On failure all names are as before."""
     old = _hide(target, ".old")
     try:
         _publish(hidden, target)
@@ -251,7 +252,7 @@ def _hide(path: Path, kind: str) -> Path:
 
 
 def _delete(path: Path) -> None:
-    """Delete a hidden directory; on failure the next run tries again."""
+    """Delete a hidden directory. On failure the next run tries again."""
     if path.is_symlink():
         with suppress(OSError):
             path.unlink()
@@ -260,7 +261,7 @@ def _delete(path: Path) -> None:
 
 
 def _clean(directory: Path) -> None:
-    """Publish, rename back or delete the hidden directories of killed writers; under the lock no writer is alive."""
+    """Clean up the hidden directories of killed writers. Called under the lock: no writer is alive."""
     try:
         leftovers = [match for entry in os.listdir(directory) if (match := _LEFTOVER.fullmatch(entry))]
         if leftovers:
@@ -271,13 +272,13 @@ def _clean(directory: Path) -> None:
 
 
 def _clean_up(directory: Path, leftovers: list[re.Match[str]]) -> None:
-    """Rename complete ones to their names, new before old, unless a checkpoint has that name; delete all others."""
+    """Rename complete directories to their final names, new before old, unless taken; delete all others."""
     for match in sorted(leftovers, key=lambda match: ("tmp", "old", "trash").index(match[1])):
         left, target = directory / match[0], directory / match[2]
         if match[1] == "trash" or os.path.lexists(target) or not _is_complete(left, match[2]):
             _delete(left)
             continue
-        # Its writer was killed right before a rename: of the new one, or of the old one back to its name.
+        # Its writer was killed before a rename: of the new checkpoint, or of the old one back to its name.
         try:
             os.rename(left, target)
         except OSError as error:
@@ -293,21 +294,21 @@ def _is_complete(path: Path, name: str) -> bool:
 
 
 def _flock(fd: int, directory: Path) -> bool:
-    """Return whether the lock is held; False, with a warning, where the file system has no locks."""
+    """Lock the file; return whether it is locked. False, with a warning, on a file system without locks."""
     assert fcntl is not None
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         _check_unlocked(fd, directory, error)
         return False
-    with suppress(OSError):  # a full disk: the name of the holder is only for the other's message
+    with suppress(OSError):  # a full disk: the name of the holder only serves the error of another process
         os.ftruncate(fd, 0)
         os.pwrite(fd, f"process {os.getpid()} on {socket.gethostname()}".encode("ascii", "replace"), 0)
     return True
 
 
 def _check_unlocked(fd: int, directory: Path, error: OSError) -> None:
-    """Raise CheckpointError if another process has the lock; else warn that the file system has no locks."""
+    """Raise CheckpointError if another process holds the lock; else warn that the file system has no locks."""
     if isinstance(error, BlockingIOError):
         holder = os.pread(fd, 200, 0).decode("ascii", "replace") or "another process"
         fix = "wait for it, end it, or give this run another directory"

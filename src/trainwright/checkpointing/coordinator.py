@@ -1,7 +1,7 @@
-"""Checkpoints of several ranks: rank 0 acts for all, all ranks read the same one, and their manager.
+"""Checkpoints of several ranks: rank 0 acts for all ranks, all ranks load the same checkpoint, one manager per rank.
 
-The result or the error of rank 0 is broadcast: all ranks continue, or end, together. Collectives carry only that; the
-files are on a file system that the ranks share.
+The result or the error of rank 0 is broadcast, so that all ranks continue or end together. Collectives carry nothing
+else. The files are on a file system that the ranks share.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 BEAT = 5.0
-"""Seconds between two heartbeats of rank 0 while it works; they keep the collectives of other ranks from timing out."""
+"""Seconds between heartbeats of rank 0 while it works. They keep the collectives of other ranks from timing out."""
 _ERRORS: dict[str, type[Exception]] = {kind.__name__: kind for kind in (CheckpointError, DataError, SettingError)}
 _Verdict = Literal["complete", "unseen", "damaged"]
 
@@ -48,8 +48,7 @@ _Verdict = Literal["complete", "unseen", "damaged"]
 def on_rank_zero(world: World, do: Callable[[], T]) -> T:
     """Call `do` on rank 0; return its result, or raise its error, on every rank.
 
-    A collective; the result must be picklable. An error that all ranks raise has the attribute `everywhere`; it is a
-    CheckpointError if it is no error of this package.
+    A collective. The result must be picklable. On other ranks an error of another package becomes a CheckpointError.
     """
     if not world.is_main:
         result: T = _receive(world)
@@ -58,20 +57,14 @@ def on_rank_zero(world: World, do: Callable[[], T]) -> T:
         with _beating(world):
             result = do()
     except BaseException as error:
-        _send_error(world, error)
+        world.broadcast(("error", type(error).__name__, str(error)))
         raise
     world.broadcast(("result", result, ""))
     return result
 
 
-def raised_everywhere(error: Exception) -> Exception:
-    """Mark an error that every rank raises; return it."""
-    error.everywhere = True  # type: ignore[attr-defined]
-    return error
-
-
 def rank_name(world: World) -> str:
-    """Return the name of this rank in an error: `rank 1 on host-b`."""
+    """Return the name of this rank for errors, such as `rank 1 on host-b`."""
     return f"rank {world.rank} on {socket.gethostname()}"
 
 
@@ -85,22 +78,16 @@ def _receive(world: World) -> Any:
     return sent[1]
 
 
-def _send_error(world: World, error: BaseException) -> None:
-    world.broadcast(("error", type(error).__name__, str(error)))
-    if isinstance(error, Exception):
-        raised_everywhere(error)
-
-
 def _error_of(kind: str, text: str) -> Exception:
-    """Return the error that rank 0 has raised."""
+    """Return the error of rank 0, rebuilt from its class name and text."""
     if kind in _ERRORS:
-        return raised_everywhere(_ERRORS[kind](text))
-    return raised_everywhere(CheckpointError(f"{kind} on rank 0: {text}"))
+        return _ERRORS[kind](text)
+    return CheckpointError(f"{kind} on rank 0: {text}")
 
 
 @contextmanager
 def _beating(world: World) -> Iterator[None]:
-    """Send heartbeats from a thread; the caller must start no collective in this context."""
+    """Send heartbeats from a thread. The caller must not start a collective in this context."""
     done = threading.Event()
 
     def beat() -> None:
@@ -123,9 +110,9 @@ def _beating(world: World) -> Iterator[None]:
 def load_on_all_ranks(
     world: World, find: Callable[[Callable[[Path], Loaded]], Loaded | None], read: Callable[[Path], Loaded]
 ) -> Loaded | None:
-    """Search with `find` on rank 0, and read each candidate with `read` on every rank; return the same one on all.
+    """Search with `find` on rank 0, read each candidate with `read` on every rank; return the same checkpoint on all.
 
-    A checkpoint that any rank cannot read is damaged for all. CheckpointError, on all ranks, also if a rank sees
+    A checkpoint that one rank cannot read counts as damaged on all ranks. CheckpointError on all ranks if a rank sees
     another directory than rank 0.
     """
     if not world.is_main:
@@ -134,21 +121,21 @@ def load_on_all_ranks(
         loaded = find(lambda path: _read_on_all(world, path, read))
     except _OtherDirectoryError as error:
         raised = CheckpointError(str(error))
-        _send_error(world, raised)
+        world.broadcast(("error", type(raised).__name__, str(raised)))
         raise raised from None
     except BaseException as error:
-        _send_error(world, error)
+        world.broadcast(("error", type(error).__name__, str(error)))
         raise
     world.broadcast(("loaded", loaded is not None))
     return loaded
 
 
 class _OtherDirectoryError(Exception):
-    """A rank has no such directory: no older checkpoint can help."""
+    """A rank does not see the directory: no older checkpoint can help."""
 
 
 def _read_on_all(world: World, path: Path, read: Callable[[Path], Loaded]) -> Loaded:
-    """Read a checkpoint on every rank; CheckpointError if any of them cannot."""
+    """Read a checkpoint on every rank. CheckpointError if any rank cannot read it."""
     world.broadcast(("read", path.absolute()))
     loaded, error, verdict = _try(world, path, read)
     verdicts = world.all_gather(verdict)
@@ -168,7 +155,7 @@ def _read_on_all(world: World, path: Path, read: Callable[[Path], Loaded]) -> Lo
 
 
 def _follow(world: World, read: Callable[[Path], Loaded]) -> Loaded | None:
-    """Read each candidate of rank 0, until it has loaded one or given up."""
+    """Read each candidate of rank 0 until it has loaded one or given up. For the other ranks."""
     loaded: Loaded | None = None
     while True:
         order: Any = world.broadcast(None)
@@ -186,7 +173,7 @@ def _follow(world: World, read: Callable[[Path], Loaded]) -> Loaded | None:
 def _try(
     world: World, path: Path, read: Callable[[Path], Loaded]
 ) -> tuple[Loaded | None, BaseException | None, tuple[_Verdict, str, str]]:
-    """Read a checkpoint on this rank; return it, or the error, and the verdict for the other ranks."""
+    """Read a checkpoint on this rank; return (checkpoint or None, error or None, verdict for the other ranks)."""
     where = rank_name(world)
     if not os.path.lexists(path):
         return None, CheckpointError(f"checkpoint {path} is gone"), ("unseen", where, "")
@@ -200,16 +187,16 @@ def _try(
 
 
 def _identity(loaded: Loaded) -> str:
-    """Return a text that differs between two checkpoints of the same name."""
+    """Return a text that identifies the content of a checkpoint."""
     manifest = loaded.manifest
     text = json.dumps([manifest["run"], manifest["update"], manifest["files"]], sort_keys=True)
     return f"{update_name(manifest['update'])} {hashlib.sha256(text.encode()).hexdigest()}"
 
 
-# The manager: rank 0 commits, and all ranks have the same results
+# The manager: rank 0 commits, and all ranks get the same results
 
 _LOOKS_FOR = 5.0
-"""Seconds within which a directory made by one rank must appear on the others' network file system."""
+"""Seconds for a directory of rank 0 to appear on the network file system of the other ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,41 +210,41 @@ class ManagerStatus:
     failing: str
     is_saving: bool
     saved: tuple[Saved, ...] = ()
-    """Checkpoints that have become complete since the last report."""
+    """Checkpoints completed since the last report."""
     error: str = ""
-    """The error of the save, for all ranks."""
+    """The error of the save, to be raised on all ranks."""
 
 
 class DistributedCheckpointManager(CheckpointManager):
-    """The manager of one run of several ranks: rank 0 saves a replicated state, all ranks save a sharded one.
+    """The manager for several ranks: rank 0 writes a replicated state, all ranks write a sharded state.
 
-    A model of sharded tensors (torch's DTensors) is written by all ranks, each its own shards: all of them pass their
-    state to `save`. Of a replicated state only that of rank 0 is written.
+    All ranks pass their state to `save`. For a sharded model (torch's DTensor) each rank writes its shards; of a
+    replicated state that of rank 0 is written.
 
     Every rank makes the same calls in the same order, and gets the same results, errors, best and complete checkpoints.
-    One rank may call `release`, `best`, `saved`, `failing`, and `completed` with `alone=True`, without the others: rank
-    0 then knows the current state, the others that of the last report. Collectives run only in `prepare`, `adopt`,
-    `reserve`, `save`, and in `completed` while a save is unreported.
+    Collectives run in `prepare`, `adopt`, `reserve`, `save`, and in `completed` while a save is unreported. One rank
+    alone may call `release`, `best`, `saved`, `failing`, and `completed(alone=True)`: on rank 0 they return the current
+    state, on other ranks the state of the last report.
     """
 
     def __init__(self, settings: Checkpoint, run_id: str, *, world: World) -> None:
         super().__init__(settings, run_id)
         self.world = world
         self._is_unreported = False
-        """Whether the result of a save is not broadcast yet; the same on every rank."""
+        """Whether the result of a save is not broadcast yet. Equal on every rank."""
         self._reported_failing = ""
         self._shard_writer: Writer[None] | None = None
-        """Writes this rank's shards; None on rank 0, where the writer of the checkpoint does that."""
+        """Writes the shards of this rank; None on rank 0, where the checkpoint writer writes them."""
         self._sharded_save: ShardedSave | None = None
-        """The last save of all ranks."""
+        """The last sharded save."""
         self._token = (0, "")
-        """Process id and random number of rank 0; all ranks derive the same names from them."""
+        """Process id and random token of rank 0, from which all ranks derive the same temporary names."""
         self._sharded_saves = 0
 
     def prepare(self, *, resuming: bool) -> None:
-        """Make and lock the directory, and check that every rank sees it.
+        """Create and lock the directory, and check that every rank sees it.
 
-        CheckpointError on all ranks if another run writes there, if it holds another run and none is resumed, or if a
+        CheckpointError on all ranks if another process has locked it, if a new run finds another run there, or if a
         rank has another directory of that name, as on a local drive.
         """
         prepare = super().prepare
@@ -286,10 +273,10 @@ class DistributedCheckpointManager(CheckpointManager):
             what = f"checkpoints in {self.directory}: {', '.join(unseen)} cannot see what rank 0 has made there"
             want = "a directory that all ranks share"
             fix = f'Checkpoint("/a/shared/drive/{self.directory.name}", ...)'
-            raise raised_everywhere(CheckpointError(what, want=want, fix=fix))
+            raise CheckpointError(what, want=want, fix=fix)
 
     def adopt(self, loaded: Loaded) -> None:
-        """Continue the run of a loaded checkpoint. Raises as for one rank, on all ranks."""
+        """Continue the run of a loaded checkpoint. Raises the errors of `CheckpointManager.adopt` on all ranks."""
         adopt = super().adopt
 
         def first() -> ManagerStatus:
@@ -299,7 +286,7 @@ class DistributedCheckpointManager(CheckpointManager):
         self._take(on_rank_zero(self.world, first))
 
     def reserve(self, tree: Mapping[str, Tree]) -> None:
-        """Allocate memory for copies in the background; CheckpointError names an unsavable value."""
+        """Allocate memory for copies in the background. CheckpointError names a value that cannot be saved."""
         if not holds_shards(tree):
             reserve = super().reserve
             on_rank_zero(self.world, lambda: reserve(tree))
@@ -310,9 +297,9 @@ class DistributedCheckpointManager(CheckpointManager):
             self._shard_writer.reserve(self._own_files(parts))
 
     def _save(self, tree: Mapping[str, Tree], manifest: dict[str, Any]) -> None:
-        """Copy and write the `{part: state}` of rank 0; of a sharded state every rank copies and writes its shards.
+        """Copy and submit the `{part: state}` of rank 0, and the shards of every rank.
 
-        All ranks wait for the copies, and for the save in flight.
+        All ranks wait for the save in flight, and for the copies.
         """
         if holds_shards(tree):
             self._save_shards(split_shards(tree, rank=self.world.rank), manifest)
@@ -321,10 +308,10 @@ class DistributedCheckpointManager(CheckpointManager):
         self._is_unreported = True
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
-        """Return the checkpoints that have become complete since the last report, oldest first, on every rank.
+        """Return the checkpoints completed since the last report, oldest first, on every rank.
 
-        A failed save is reported here, once: by a warning of rank 0 if the system refused it, else, or with
-        `on_save_error="raise"`, by CheckpointError on all. `alone`: those that this rank knows, without a collective.
+        A failed save is reported once: as a warning on rank 0, or as a CheckpointError on all ranks, by the rules of
+        `CheckpointManager.completed`. `alone`: the checkpoints known to this rank, without a collective.
         """
         completed = super().completed
         if alone:
@@ -349,7 +336,7 @@ class DistributedCheckpointManager(CheckpointManager):
         if not status.is_saving:
             self._limit_patience(0.0)
         if status.error:
-            raise raised_everywhere(CheckpointError(status.error))
+            raise CheckpointError(status.error)
         return list(status.saved)
 
     def release(self, *, wait: bool = True) -> None:
@@ -362,16 +349,16 @@ class DistributedCheckpointManager(CheckpointManager):
 
     @property
     def failing(self) -> str:
-        """How many saves failed since the last complete one, the reason, and the newest checkpoint; empty if none."""
+        """One line on the saves that failed since the last complete one; empty if none did."""
         return super().failing if self.world.is_main else self._reported_failing
 
     def _own_files(self, parts: Split) -> dict[str, Content]:
-        """Return the file with this rank's shards; nothing is copied."""
+        """Return the file with the shards of this rank, without a copy."""
         return {shard_file(self.world.rank): Contents(parts.tensors, {})}
 
     def _save_shards(self, parts: Split, manifest: dict[str, Any]) -> None:
-        """Copy and write the shards on every rank; an error of rank 0 is raised on all."""
-        if self._is_unreported:  # all ranks have written the last save before any overwrites its copies
+        """Copy and submit the shards on every rank. An error of rank 0 is raised on all ranks."""
+        if self._is_unreported:  # no rank may overwrite its copies before all have written the last save
             on_rank_zero(self.world, self.wait)
             if self._shard_writer is not None:
                 self._shard_writer.wait()
@@ -386,7 +373,7 @@ class DistributedCheckpointManager(CheckpointManager):
         writer.wait()
         writer.outcomes()  # rank 0 reports them
         copies = writer.copy(files)
-        # In the thread even without copies: the training thread must receive an error of rank 0.
+        # In the thread also without copies: the training thread must be free to receive an error of rank 0.
         writer.start(partial(self._sharded_save.write_shard, copies or files, directory=self.directory))
         try:
             on_rank_zero(self.world, lambda: None)
@@ -399,7 +386,7 @@ class DistributedCheckpointManager(CheckpointManager):
             writer.reserve(files)
 
     def _next_sharded_save(self, parts: Split, update: int) -> ShardedSave:
-        """Return the save of an update; all ranks derive the same unique name of its temporary directory."""
+        """Return the sharded save of an update. All ranks derive the same unique temporary name."""
         self._sharded_saves += 1
         pid, secret = self._token
         token = f"{(int(secret, 16) + self._sharded_saves) % (1 << 32):08x}"
@@ -412,7 +399,7 @@ class DistributedCheckpointManager(CheckpointManager):
         )
 
     def _limit_patience(self, seconds: float) -> None:
-        """Limit the wait for other ranks: the run ends in an error, or the result is known."""
+        """Limit the wait for other ranks, after an error of the run or when the result is known."""
         if self._sharded_save is not None:
             self._sharded_save.patience = min(self._sharded_save.patience, seconds)
 
@@ -422,14 +409,14 @@ class DistributedCheckpointManager(CheckpointManager):
         )
 
     def _take(self, status: ManagerStatus) -> None:
-        """Take over the state of rank 0's manager."""
+        """Copy the state of rank 0's manager."""
         if not self.world.is_main:
             self.run_id, self.directory = status.run_id, status.directory
             self._complete, self._resumed = status.complete, status.resumed
 
 
 def _appears(path: Path) -> bool:
-    """Return whether this rank sees a path, at once or after its network file system has refreshed."""
+    """Return whether this rank sees a path within `_LOOKS_FOR` seconds: a network file system refreshes late."""
     end = time.monotonic() + _LOOKS_FOR
     while not os.path.lexists(path):
         if time.monotonic() > end:

@@ -1,6 +1,6 @@
-"""Writes one file durably, and reads one with checks: size and checksum, no links, no pipes.
+"""Writes a file durably; reads a file and checks its size and checksum. Refuses links and pipes.
 
-Checksums are computed on the way to or from the file; those of large files by a thread.
+Checksums are computed while bytes are written or read, in a thread for large files.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ except ImportError:  # Windows
 
 T = TypeVar("T")
 Checksum = Literal["crc32", "sha256"]
-"""Both detect accidents: crc32 is cheap and misses one random change in 2**32, sha256 misses none. Neither proves
-anything about intent: who can change a file can change its checksum in the manifest too."""
+"""Kinds of checksums for accidental changes. crc32 is fast and misses one random change in 2**32; sha256 misses none.
+Neither protects against intentional changes: the checksum in the manifest can be changed too."""
 Content = tensorfile.Contents | bytes
 """The content of one file: tensors, or bytes."""
 NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
@@ -39,13 +39,13 @@ _BINARY = getattr(os, "O_BINARY", 0)
 _READ = os.O_RDONLY | NO_FOLLOW | getattr(os, "O_NONBLOCK", 0) | _BINARY
 _WRITE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | NO_FOLLOW | _BINARY
 _CHUNK = 1 << 22
-"""Bytes per call of the system, and per item for the checksum thread: large enough for its wake-ups not to count."""
+"""Bytes per system call, and per item of the checksum thread: large, so that its wake-ups cost little."""
 _BUFFER = 1 << 19
-"""Bytes that are read for the checksum alone at a time: as many as stay in the processor's cache."""
+"""Bytes per read for the checksum alone: they stay in the cache of the processor."""
 
 
 def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") -> dict[str, Any]:
-    """Write and fsync a new file; return its size and checksum."""
+    """Write and fsync a new file; return its entry for the manifest: size and checksum."""
     fd = os.open(path, _WRITE, 0o600)
     try:
         with _hash(checksum, content_size(content)) as total:
@@ -61,7 +61,7 @@ def write_file(path: Path, content: Content, *, checksum: Checksum = "crc32") ->
 
 
 def read_file(path: Path, use: Callable[[FileReader], T], *, expected: Mapping[str, Any] | None = None) -> T:
-    """Return the result of `use` for a file; CheckpointError where its checksum is not the `expected` one."""
+    """Return the result of `use` for an open file. CheckpointError if its checksum differs from `expected`."""
     with open_file(path) as file:
         if expected is None:
             return use(file)
@@ -70,14 +70,14 @@ def read_file(path: Path, use: Callable[[FileReader], T], *, expected: Mapping[s
             try:
                 result = use(file)
             except CheckpointError:
-                file.verify(kind, expected[kind])  # a wrong checksum says more than an error in decoding wrong bytes
+                file.verify(kind, expected[kind])  # a wrong checksum explains more than an error in decoding
                 raise
             file.verify(kind, expected[kind])
             return result
 
 
 def read_bytes(path: Path, *, limit: int, expected: Mapping[str, Any] | None = None) -> bytes:
-    """Return a file as bytes, of which there may be at most `limit`."""
+    """Return the bytes of a file. CheckpointError if there are more than `limit`."""
 
     def use(file: FileReader) -> bytes:
         if file.size > limit:
@@ -90,7 +90,7 @@ def read_bytes(path: Path, *, limit: int, expected: Mapping[str, Any] | None = N
 
 
 def replace_file(path: Path, content: Content) -> None:
-    """Write a single file completely or not at all, in place of an existing one (a link is replaced, not followed)."""
+    """Write a single file completely or not at all. Replaces an existing file; a link is replaced, not followed."""
     temporary = path.with_name(spare_name(".tmp", path.name))
     try:
         write_file(temporary, content)
@@ -105,7 +105,7 @@ def replace_file(path: Path, content: Content) -> None:
 
 @contextmanager
 def open_file(path: Path) -> Iterator[FileReader]:
-    """Open a regular file, never a link, a pipe or a device; CheckpointError also where reading fails inside it."""
+    """Open a regular file: no link, pipe or device. Errors of reading inside the context become CheckpointError."""
     try:
         if not stat.S_ISREG(os.lstat(path).st_mode):
             raise CheckpointError(f"{path} is no regular file (links are not followed)")
@@ -116,26 +116,26 @@ def open_file(path: Path) -> Iterator[FileReader]:
 
 
 def is_entry(entry: Any) -> bool:
-    """Return whether `entry` is a size and one checksum, as `write_file` returns them."""
+    """Return whether `entry` has the form that `write_file` returns: a size and one checksum."""
     if type(entry) is not dict or type(entry.get("size")) is not int or entry["size"] < 0:
         return False
     return [type(entry[kind]) for kind in CHECKSUMS if kind in entry] == [str]
 
 
 def content_size(content: Content) -> int:
-    """Return the bytes of a file's content, without the header of tensors."""
+    """Return the size of a file's content in bytes, without the header of tensors."""
     if isinstance(content, bytes):
         return len(content)
     return sum(tensor.numel() * tensor.element_size() for tensor in content.tensors.values())
 
 
 def spare_name(kind: str, name: str) -> str:
-    """Return a hidden name next to `name` that no other writer uses."""
+    """Return a unique hidden name for a file or directory next to `name`."""
     return f"{kind}-{name}-{os.getpid()}-{secrets.token_hex(4)}"
 
 
 def sync_directory(path: Path) -> None:
-    """Flush the names in a directory to the disk, where the system can."""
+    """Flush the names in a directory to disk, if the system supports that."""
     if os.name == "nt":
         return
     fd = os.open(path, os.O_RDONLY | getattr(os, "O_CLOEXEC", 0))
@@ -150,7 +150,7 @@ def sync_directory(path: Path) -> None:
 
 
 class FileReader:
-    """A file that is read in order, its checksum computed on the way where one is asked for."""
+    """A file that is read in order; computes its checksum on the way, if one is expected."""
 
     def __init__(self, file: FileIO, label: str) -> None:
         self.label = label
@@ -160,7 +160,7 @@ class FileReader:
         self._file = file
 
     def readinto(self, target: memoryview) -> None:
-        """Fill `target` with the next bytes; CheckpointError where the file ends before."""
+        """Fill `target` with the next bytes. CheckpointError if the file ends first."""
         at = 0
         while at < len(target):
             n = self._file.readinto(target[at : at + _CHUNK])
@@ -171,9 +171,9 @@ class FileReader:
             at += n
 
     def verify(self, kind: str, expected: str) -> None:
-        """Read the rest of the file; CheckpointError where the checksum of all its bytes is not the expected one."""
+        """Read the rest of the file. CheckpointError if its checksum is not the expected one."""
         assert self.checksum is not None
-        self.checksum.hexdigest()  # ends its thread, so that one buffer can be used over and over
+        self.checksum.hexdigest()  # ends its thread, so that one buffer can be reused
         buffer = memoryview(bytearray(_BUFFER))
         while n := self._file.readinto(buffer):
             self.checksum.update(buffer[:n])
@@ -182,7 +182,7 @@ class FileReader:
 
 
 class FileWriter:
-    """A file whose checksum is computed while it is written."""
+    """A file for writing; computes its checksum on the way."""
 
     def __init__(self, fd: int, checksum: _Hash) -> None:
         self.size, self._fd, self._checksum = 0, fd, checksum
@@ -200,7 +200,7 @@ class FileWriter:
                 self._begin_flush()
 
     def _begin_flush(self) -> None:
-        """Hint to Linux to begin with writing to the drive, which leaves less to wait for in the fsync."""
+        """Hint Linux to start writing to the drive, so that the fsync waits less."""
         if hasattr(os, "posix_fadvise"):
             with suppress(OSError):
                 os.posix_fadvise(self._fd, self._flushed, self.size - self._flushed, os.POSIX_FADV_DONTNEED)
@@ -208,7 +208,7 @@ class FileWriter:
 
 
 def _open(path: str, _: int) -> int:
-    """Open a file as an opener of `FileIO`; without following a link or waiting at a pipe that has taken its place."""
+    """Opener for `FileIO` that neither follows a link nor waits at a pipe."""
     return os.open(path, _READ)
 
 
@@ -223,7 +223,7 @@ def _fsync(fd: int) -> None:
 
 
 class _Hash(Protocol):
-    """A checksum that grows, as those of hashlib do."""
+    """An incremental checksum, with the interface of hashlib."""
 
     def update(self, data: bytes | memoryview, /) -> None: ...
 
@@ -231,7 +231,7 @@ class _Hash(Protocol):
 
 
 class _Crc32:
-    """`zlib.crc32` as an object."""
+    """`zlib.crc32` with the interface of hashlib."""
 
     def __init__(self, data: bytes = b"") -> None:
         self._value = zlib.crc32(data)
@@ -244,23 +244,23 @@ class _Crc32:
 
 
 CHECKSUMS: dict[str, Callable[..., _Hash]] = {"crc32": _Crc32, "sha256": hashlib.sha256}
-"""The kinds of checksums by their names in a manifest; called with the first bytes, or with none."""
+"""Kinds of checksums by their names in a manifest. Called with the first bytes, or without."""
 
 
 def _hash(kind: str, size: int) -> AbstractContextManager[_Hash]:
-    """Return a new checksum; that of a large file is computed by a thread."""
+    """Return a new checksum, computed in a thread for a large file."""
     total = CHECKSUMS[kind]()
     if size >= _CHUNK:
-        with suppress(RuntimeError):  # no more threads, or the interpreter is about to end
+        with suppress(RuntimeError):  # no thread can be started, or the interpreter is ending
             return _ThreadedHash(total)
     return nullcontext(total)
 
 
 class _ThreadedHash:
-    """A checksum that a thread computes while the next bytes are read or written.
+    """A checksum computed in a thread while the next bytes are read or written.
 
-    The bytes must not change before `hexdigest`, which ends the thread; bytes after that are added at once. Few of them
-    wait for the thread, since they may be copies.
+    The bytes must not change before `hexdigest`, which ends the thread. Later bytes are added at once. The queue is
+    short, since the bytes may be copies.
     """
 
     def __init__(self, total: _Hash) -> None:
@@ -288,7 +288,7 @@ class _ThreadedHash:
             self._batch, self._size = [], 0
 
     def hexdigest(self) -> str:
-        """Wait for the thread, and end it."""
+        """Wait for the thread, end it, and return the checksum."""
         if self._thread.is_alive():
             if self._batch:
                 self._batches.put(self._batch)

@@ -1,14 +1,14 @@
-"""The files of one checkpoint: their names, the manifest, and the state that they hold.
+"""The format of a checkpoint: its files, their names, the manifest, and the encoding of the state.
 
     update-0000000016/
         model.safetensors    the weights
         state.safetensors    the tensors of all other parts
         state.json           the plain data of all other parts
-        shards.json, shard-00000.safetensors, ...    tensors that several ranks hold in pieces, where there are some
+        shards.json, shard-00000.safetensors, ...    sharded tensors, if there are any
         manifest.json        format, run, update, numbers, versions; size and checksum of each file, and its own
 
-The format has a version; a checkpoint of another version is refused by name, and no state in it is read. Version 2
-has other forms of the parts `progress`, `schedule` and `totals` than version 1, versions 3 and 4 of the part `data`.
+A checkpoint of another version of the format is refused, with both versions named, before its state is read. Version 2
+changed the parts `progress`, `schedule` and `totals`; versions 3 and 4 changed the part `data`.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ from trainwright.protocols import Tree
 FORMAT, FORMAT_VERSION = "trainwright-checkpoint", 4
 MODEL, STATE_TENSORS, STATE_JSON, MANIFEST = "model.safetensors", "state.safetensors", "state.json", "manifest.json"
 LARGEST_MANIFEST = 1 << 20
-"""Bytes; a larger one is neither written nor read."""
+"""Maximum bytes of a manifest, for writing and reading."""
 LARGEST_JSON = 1 << 28
-"""Bytes of the plain data; more are neither written nor read: to parse them takes twenty times their memory."""
+"""Maximum bytes of the plain data, for writing and reading. Parsing takes twenty times their memory."""
 _NAME = re.compile(r"update-(\d{10}|[1-9]\d{10,})")
 _FILE = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")
-"""Names that files of a checkpoint may have, on any file system."""
+"""Valid names of files of a checkpoint, on any file system."""
 _LONGEST_NAME = 1000
-"""Characters of the id of a run, or of the name of a number."""
+"""Maximum characters of the id of a run, or of the name of a number."""
 
 
 def _own_version() -> str:
@@ -59,29 +59,29 @@ def _own_version() -> str:
 
 
 _VERSIONS = {"trainwright": _own_version(), "torch": str(torch.__version__), "python": platform.python_version()}
-"""The releases that write a checkpoint, for its manifest."""
+"""The versions of the software that writes a checkpoint, for its manifest."""
 
 
 # Names
 
 
 def update_name(update: int) -> str:
-    """Return the name of the checkpoint taken after `update` updates; names sort as the numbers do."""
+    """Return the name of the checkpoint after `update` updates. Names sort like numbers."""
     return f"update-{update:010d}"
 
 
 def is_update_name(name: str) -> bool:
-    """Return whether `update_name` returns such a name."""
+    """Return whether a name has the form of `update_name`."""
     return _NAME.fullmatch(name) is not None
 
 
 def update_of(name: str) -> int:
-    """Return the update in a name that `update_name` returned."""
+    """Return the update of a name from `update_name`."""
     return int(name.removeprefix("update-"))
 
 
 def list_checkpoints(directory: Path) -> list[Path]:
-    """Return the checkpoints of a directory by name alone, newest first; none where there is no such directory."""
+    """Return the checkpoints of a directory, by name alone, newest first; none if the directory does not exist."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -92,7 +92,7 @@ def list_checkpoints(directory: Path) -> list[Path]:
 
 
 def check_file_name(name: str, label: str = "a checkpoint") -> str:
-    """Return `name` where it can only be a file of the directory in which it is looked for; CheckpointError else."""
+    """Return `name` if it is a plain file name. CheckpointError if it could lead out of the directory."""
     if type(name) is not str or name == MANIFEST or not _FILE.fullmatch(name):
         raise CheckpointError(f"{label} names the file {name!r}, which is no plain name")
     return name
@@ -102,10 +102,10 @@ def check_file_name(name: str, label: str = "a checkpoint") -> str:
 
 
 def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
-    """Return the files of a checkpoint of `{part: state}`; part "model" is a module's state_dict with its own file.
+    """Return the files of a checkpoint of `{part: state}`. Nothing is written or copied.
 
-    A model whose tensors are in files of several ranks is named in the plain data instead. Nothing is written or
-    copied. CheckpointError names the value that cannot be stored.
+    Part "model", the state_dict of a module, gets a file of its own, unless its tensors are sharded. CheckpointError
+    names a value that cannot be saved.
     """
     files, parts = _model_apart(tree)
     jsonable, tensors = flatten(parts)
@@ -113,7 +113,7 @@ def encode(tree: Mapping[str, Tree]) -> dict[str, Content]:
 
 
 def dry_save(tree: Mapping[str, Tree]) -> None:
-    """Raise CheckpointError, which names the value, for a state that cannot be stored by one rank or by several."""
+    """Raise CheckpointError, with the name of the value, for a state that cannot be saved by one or several ranks."""
     if holds_shards(tree):
         tree = split_shards(tree, rank=0).tree
     _, parts = _model_apart(tree)
@@ -122,7 +122,7 @@ def dry_save(tree: Mapping[str, Tree]) -> None:
 
 
 def holds_shards(tree: Mapping[str, Tree]) -> bool:
-    """Return whether the ranks hold the model of `{part: state}` together, each a part of it."""
+    """Return whether the model of `{part: state}` is sharded over ranks."""
     return is_sharded(*(value for value in tree.get("model", {}).values() if isinstance(value, Tensor)))
 
 
@@ -135,13 +135,16 @@ def load_tree(
     only: str = "",
     fill: bool = True,
 ) -> dict[str, Tree]:
-    """Return the `{part: state}` of a checkpoint, each byte checked; its tensors are on the CPU.
+    """Return the `{part: state}` of a checkpoint, each byte checked, with tensors on the CPU.
 
-    `manifest`: the checkpoint's, where it was read before. State that was on an accelerator is put on `device` where
-    one is given, as `loads` does. CheckpointError names file and defect. Tensors in pieces are put together, with
-    `only` those of one part, and the others are None; with `share`, a rank and the number of ranks, they become
-    `LazyTensor`s, and every rank checks its share of their files. Without `fill` everything is read and decoded, and
-    the tensors have no values and take no memory.
+    - `manifest`: the manifest, if it was read before.
+    - `device`: state from an accelerator is moved to it, as in `tree.loads`.
+    - `share`: (rank, number of ranks). Sharded tensors become `LazyTensor`s, and each rank checks its share of their
+      files. Without it they are assembled.
+    - `only`: assemble the sharded tensors of this part alone; the others are None.
+    - `fill`: False checks and decodes everything, and returns tensors without values, which take no memory.
+
+    CheckpointError names file and defect.
     """
     files = (read_manifest(path) if manifest is None else manifest)["files"]
     if missing := {STATE_TENSORS, STATE_JSON}.difference(files):
@@ -160,7 +163,7 @@ def load_tree(
 
 
 def _model_apart(tree: Mapping[str, Tree]) -> tuple[dict[str, Content], dict[str, Tree]]:
-    """Return the file of the model, unless it is in the files of several ranks, and the other parts."""
+    """Return the file of the model and the other parts; no file for a sharded model."""
     parts = dict(tree)
     if "model" not in tree or any(isinstance(value, Placeholder) for value in tree["model"].values()):
         return {}, parts
@@ -168,7 +171,7 @@ def _model_apart(tree: Mapping[str, Tree]) -> tuple[dict[str, Content], dict[str
 
 
 def _data(jsonable: dict[str, Any]) -> bytes:
-    """Return the plain data of all parts as JSON; CheckpointError where they are larger than any that is read."""
+    """Return the plain data of all parts as JSON. CheckpointError above `LARGEST_JSON` bytes."""
     text = json.dumps(jsonable, allow_nan=False, separators=(",", ":")).encode("ascii")
     if len(text) > LARGEST_JSON:
         raise _too_large(jsonable, len(text))
@@ -185,7 +188,7 @@ def _too_large(jsonable: dict[str, Any], size: int) -> CheckpointError:
 def _finder(
     path: Path, files: Mapping[str, Any], *, share: tuple[int, int] | None, only: str
 ) -> Callable[[Placeholder], Any]:
-    """Return a function that finds the tensors in pieces."""
+    """Return a function that returns the sharded tensor of a placeholder."""
     shards = read_shards(path, files)
     if share is not None:
         rank, size = share
@@ -200,7 +203,7 @@ def _finder(
 
 
 def manifest_text(fields: Mapping[str, Any], checksum: str) -> bytes:
-    """Return the manifest as JSON, whose last entry is the checksum of all before it.
+    """Return the manifest as JSON. Its last entry is the checksum of all bytes before it.
 
     `fields` has `run`, `update`, `epoch`, `metrics` and `files`; format and versions are added.
     """
@@ -216,12 +219,12 @@ def manifest_text(fields: Mapping[str, Any], checksum: str) -> bytes:
 
 
 def seal(body: bytes, checksum: str) -> bytes:
-    """Return the last entry of a manifest: the checksum of its body."""
+    """Return the last entry of a manifest: the checksum of `body`."""
     return f',\n "{checksum}": "{CHECKSUMS[checksum](body).hexdigest()}"\n}}\n'.encode("ascii")
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Return the manifest, itself checked, of a checkpoint whose files exist in their sizes; no other byte is read."""
+    """Return the manifest of a checkpoint. Checks its checksum, and that all files exist with their sizes."""
     if os.path.islink(path):
         raise CheckpointError(f"checkpoint {path} is a link (links are not followed)")
     label = str(path / MANIFEST)
@@ -239,7 +242,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def verify(path: Path) -> dict[str, Any]:
-    """Return the manifest of a checkpoint of which every byte was checked, and nothing decoded."""
+    """Check every byte of a checkpoint without decoding it; return its manifest."""
     manifest = read_manifest(path)
     for name, entry in manifest["files"].items():
         read_file(path / name, lambda _: None, expected=entry)
@@ -247,7 +250,7 @@ def verify(path: Path) -> dict[str, Any]:
 
 
 def is_of_run(path: Path, run: str) -> bool:
-    """Return whether a checkpoint of a run exists there now: someone may have removed or replaced it."""
+    """Return whether a path holds a checkpoint of a run now. It may have been removed or replaced."""
     try:
         return bool(read_manifest(path)["run"] == run)
     except CheckpointError:
@@ -273,7 +276,7 @@ def _parsed(text: bytes, label: str) -> dict[str, Any]:
 
 
 def _other_version(manifest: Mapping[str, Any], label: str) -> CheckpointError:
-    """Build the error for a checkpoint that a later or an earlier release has written."""
+    """Return the error for a checkpoint of a later or earlier version of the format."""
     found = manifest.get("version")
     what = f"{label} has format version {found!r}, and this trainwright reads {FORMAT_VERSION}"
     fix = "pip install --upgrade trainwright"
@@ -284,5 +287,5 @@ def _other_version(manifest: Mapping[str, Any], label: str) -> CheckpointError:
 
 
 def _is_line(value: object) -> bool:
-    """Return whether a value is a text that can be printed as it is, in one line."""
+    """Return whether a value is a string that prints as one line."""
     return type(value) is str and value.isprintable() and len(value) <= _LONGEST_NAME

@@ -1,8 +1,8 @@
-"""Finds and loads a checkpoint: the one that `resume=` names, the newest complete one, or the weights of the best.
+"""Finds and loads a checkpoint: that of `resume=`, the newest complete one, or the weights of the best.
 
-A checkpoint counts only where it is complete: every checksum in it is right, and this version can decode all of it.
-One that does not count is named in a warning, and the next older one is tried. There is no file that points to the
-newest or the best: both follow from the manifests in the directory.
+A checkpoint is complete if every checksum is right and this version can decode all of it. An incomplete one is named in
+a warning, and the next older one is tried. No file points to the newest or the best: both are derived from the
+manifests in the directory.
 """
 
 from __future__ import annotations
@@ -42,13 +42,13 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 _Read = Callable[[Path, dict[str, Any] | None], T]
-"""Reads a checkpoint, whose manifest was read already or is None; CheckpointError where it is damaged."""
+"""Reads a checkpoint, given its path and its manifest or None. CheckpointError if it is damaged."""
 _RETRIES = 100
-"""How often a directory is read again where a run saves and removes checkpoints meanwhile."""
+"""Maximum number of attempts to read a directory while a run saves and removes checkpoints in it."""
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint of which every byte could be read, and that cannot be loaded: changed, or saved by other code."""
+    """A checkpoint whose bytes are intact and whose state cannot be loaded: changed, or saved by other code."""
 
     def __init__(self, text: str, origin: str, *, early: bool = False) -> None:
         super().__init__(text)
@@ -60,13 +60,13 @@ class DamagedError(CheckpointError):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Loaded:
-    """A checkpoint of which every byte was read and checked."""
+    """A checkpoint, each byte read and checked."""
 
     path: Path
     tree: dict[str, Tree]
     manifest: dict[str, Any]
     unreadable: tuple[Path, ...] = ()
-    """Newer ones that cannot be loaded; of several ranks only rank 0 knows them."""
+    """Newer checkpoints that cannot be loaded. Known to rank 0 alone."""
 
 
 def load_checkpoint(
@@ -79,16 +79,18 @@ def load_checkpoint(
     lazy_shards: bool = False,
     refused: Mapping[Path, str] | None = None,
 ) -> Loaded | None:
-    """Load the checkpoint of `fit(resume=...)`: "auto" searches `directory`, a path is that of a checkpoint or a run.
+    """Return the checkpoint of `fit(resume=...)`; None if there is nothing to resume. Each byte is read once.
 
-    None where there is nothing to resume. CheckpointError where a path is missing, or nothing there is complete. One
-    that cannot be read is named in a warning and passed over for the next older one, unless `resume` is its path. Each
-    byte is read once.
+    - `resume`: "auto" searches `directory`; a path is that of a checkpoint or of a run's directory.
+    - `run`: the id of the run, for a directory with several runs.
+    - `device`: state from an accelerator is moved to it, as in `tree.loads`; None leaves all state on the CPU.
+    - `world`: a collective of its ranks. Rank 0 searches, all read; all return the same checkpoint or raise the same
+      error.
+    - `lazy_shards`: sharded tensors stay in their files, for `distributed.resharding.place`.
+    - `refused`: checkpoints that were read and could not be loaded, each with the reason. They are skipped.
 
-    State that was on an accelerator is put on `device` where one is given, as `loads` does. All ranks of a `world`
-    call this alike: rank 0 searches, all read, and they end with the same checkpoint or the same error. With
-    `lazy_shards` tensors in pieces stay in their files, for `distributed.resharding.place`. `refused`: checkpoints
-    that could be read and not loaded, each with the reason.
+    An unreadable checkpoint is named in a warning, and the next older one is tried, unless `resume` is its path.
+    CheckpointError if a path does not exist, or if no checkpoint there is complete.
     """
     share = (0, 1) if world is None else (world.rank, world.size)
 
@@ -105,21 +107,21 @@ def load_checkpoint(
 
     if world is None or world.size == 1:
         return find(read)
-    from trainwright.checkpointing.coordinator import load_on_all_ranks  # with the manager: not for weights alone
+    from trainwright.checkpointing.coordinator import load_on_all_ranks  # imports the manager: not for weights alone
 
     return load_on_all_ranks(world, lambda on_all: find(lambda path, _: on_all(path)), read)
 
 
 @suggests
 def latest_checkpoint(directory: str | Path, *, run: str | None = None) -> Path | None:
-    """Return the newest complete checkpoint of a directory, or None; a newer unreadable one is named in a warning.
+    """Return the newest complete checkpoint of a directory, or None. Warns of newer unreadable ones.
 
     Args:
         directory: The directory of a run.
-        run: The id of a run, for a directory with checkpoints of several.
+        run: The id of a run, for a directory with several runs.
 
     Raises:
-        CheckpointError: For a directory with checkpoints of several runs, without `run`.
+        CheckpointError: If the directory holds several runs and `run` is not given.
     """
     path = local_path(directory, "latest_checkpoint({})", reads=True)
     found, _ = _retried(path, lambda listing: _newest(path, run, read=_checked, listing=listing))
@@ -134,17 +136,17 @@ def load_weights(
 
     Args:
         path: The file, the checkpoint or the directory.
-        model: A model that takes the weights.
-        which: "best" or "last", for a directory.
+        model: A model to load the weights into.
+        which: "best" or "last" checkpoint of a directory.
 
     Returns:
         The state dict, on the CPU.
 
     Raises:
-        CheckpointError: Where the file is damaged, or names or shapes differ from those of `model`.
+        CheckpointError: If the file is damaged, or if names or shapes differ from those of `model`.
 
-    A checkpoint of `trainable_only=True` holds no frozen weights: those of `model` stay, with a warning where they
-    are not those of the run.
+    A checkpoint of `trainable_only=True` holds no frozen weights. `model` keeps its own, with a warning if they differ
+    from those of the run.
     """
     if which not in ("best", "last"):
         raise SettingError(f"load_weights(which={which!r})", want='"best" or "last"')
@@ -166,7 +168,7 @@ def load_weights(
 def find_weights(
     path: str | Path, model: nn.Module | None = None, which: str = "best"
 ) -> tuple[Path, OrderedDict[str, Any]]:
-    """Return the file of weights of `load_weights`, and what it holds; `model`: its shapes are compared."""
+    """Return the path and the content of the weights of `load_weights`. `model`: its shapes are compared."""
     found = _existing(local_path(path, "load_weights({}, ...)", reads=True))
     if not found.is_dir():
         return found, read_file(found, partial(read_weights, model=model))
@@ -177,9 +179,9 @@ def find_weights(
 
 
 def without_slot(resume: str | Path) -> Exception:
-    """Build the error for a resume by a Trainer without a checkpoint slot, with the slot to write.
+    """Return the error for a resume by a Trainer without a checkpoint slot, with the slot to add.
 
-    CheckpointError where `resume` is the path of no checkpoint: that is the mistake to correct first.
+    CheckpointError if `resume` is not the path of a checkpoint: the first mistake to correct.
     """
     directory, instead = "runs/1", ""
     if resume != "auto":
@@ -199,12 +201,12 @@ def without_slot(resume: str | Path) -> Exception:
 def _find(
     resume: str | Path, directory: str | Path | None, *, run: str | None, read: _Read[T]
 ) -> tuple[T | None, dict[Path, str]]:
-    """Return the result of `read` for the checkpoint of `resume`, and the defects of newer ones that it cannot read."""
+    """Return the result of `read` for the checkpoint of `resume`, and the defects of newer unreadable ones."""
     if resume != "auto":
         return _find_at(_given_directory(resume), run=run, read=read)
     if directory is None:
         raise without_slot(resume)
-    path = Path(directory).expanduser()  # locked by this run, so that none is removed meanwhile
+    path = Path(directory).expanduser()  # locked by this run: no checkpoint is removed meanwhile
     found, defects = _newest(path, run, read=read)
     if found is None and defects:
         other = f'move the damaged ones away, or Checkpoint("{directory}-2", ...), to begin anew'
@@ -213,7 +215,7 @@ def _find(
 
 
 def _find_at(path: Path, *, run: str | None, read: _Read[T]) -> tuple[T | None, dict[Path, str]]:
-    """Search as `_find` does at the path of a checkpoint, or of a directory with checkpoints."""
+    """Search like `_find`, at the path of a checkpoint or of a directory with checkpoints."""
     if _is_checkpoint(path):
         return read(path, None), {}
     found, defects = _retried(path, lambda listing: _newest(path, run, read=read, listing=listing))
@@ -225,7 +227,7 @@ def _find_at(path: Path, *, run: str | None, read: _Read[T]) -> tuple[T | None, 
 def _newest(
     directory: Path, run: str | None, *, read: _Read[T], listing: _Listing | None = None
 ) -> tuple[T | None, dict[Path, str]]:
-    """Return the result of `read` for the newest checkpoint that it can read, and the defects of newer ones."""
+    """Return the result of `read` for the newest readable checkpoint, and the defects of newer ones."""
     defects: dict[Path, str] = {}
     for path, manifest in _of_one_run(directory, run):
         try:
@@ -239,7 +241,7 @@ def _newest(
 
 
 def _of_one_run(directory: Path, run: str | None) -> list[tuple[Path, dict[str, Any] | None]]:
-    """Return the checkpoints of one run, newest first, with their manifests; a damaged one has None."""
+    """Return (path, manifest) of the checkpoints of one run, newest first; None for a damaged manifest."""
     found: list[tuple[Path, dict[str, Any] | None]] = []
     for path in list_checkpoints(directory):
         try:
@@ -261,7 +263,7 @@ def _none_complete(path: Path, defects: Mapping[Path, str], *, fix: str) -> Chec
 
 
 def _retried(directory: Path, look: Callable[[_Listing], T]) -> T:
-    """Return the result of `look`, which is called again where a run has removed a file meanwhile."""
+    """Return the result of `look`; call it again if a run has removed or replaced a checkpoint meanwhile."""
     for _ in range(_RETRIES):
         listing = _Listing(directory)
         try:
@@ -273,19 +275,19 @@ def _retried(directory: Path, look: Callable[[_Listing], T]) -> T:
 
 
 class _Listing:
-    """The checkpoints of a directory, which a run may remove or replace."""
+    """The checkpoints of a directory at one moment. A run may remove or replace them later."""
 
     def __init__(self, directory: Path) -> None:
         self._inodes = {path: _inode(path) for path in list_checkpoints(directory)}
 
     @property
     def has_changed(self) -> bool:
-        """Whether one of them was removed or replaced since."""
+        """Whether a checkpoint was removed or replaced since."""
         return any(inode is None or _inode(path) != inode for path, inode in self._inodes.items())
 
 
 def _inode(path: Path) -> int | None:
-    """Return the number of the directory that has a name; None where there is none."""
+    """Return the inode number of a path; None if it does not exist."""
     try:
         return os.lstat(path).st_ino
     except OSError:
@@ -300,7 +302,7 @@ def _last(directory: Path, listing: _Listing) -> Path:
 
 
 def _best(directory: Path, listing: _Listing) -> Path:
-    """Return the best complete checkpoint of a run, by the number that its newest one names."""
+    """Return the best complete checkpoint of a run, by the monitored number of its newest checkpoint."""
     last = _last(directory, listing)
     newest = read_manifest(last)
     monitor = newest.get("monitor")
@@ -329,13 +331,13 @@ def _best(directory: Path, listing: _Listing) -> Path:
 
 
 def _checked(path: Path, manifest: dict[str, Any] | None = None) -> Path:
-    """Return the path of a checkpoint after reading and decoding all of it; CheckpointError where it is damaged."""
+    """Read and decode all of a checkpoint; return its path. CheckpointError if it is damaged."""
     load_tree(path, manifest=manifest, fill=False)
     return path
 
 
 def _weights_of(path: Path, model: nn.Module | None) -> tuple[Path, OrderedDict[str, Any]]:
-    """Return the weights of a checkpoint, and the file that they are in; its directory where they are in several."""
+    """Return the weights of a checkpoint with their path: a file, or the directory for weights in several files."""
     manifest = read_manifest(path)
     files = manifest["files"]
     if MODEL not in files and INDEX in files:
@@ -346,12 +348,12 @@ def _weights_of(path: Path, model: nn.Module | None) -> tuple[Path, OrderedDict[
 
 
 def _is_checkpoint(path: Path) -> bool:
-    """Return whether a path is that of one checkpoint, damaged ones included, and not of a directory of some."""
+    """Return whether a path is a single checkpoint, complete or damaged, and not a directory of checkpoints."""
     return is_update_name(path.name) or os.path.lexists(path / MANIFEST)
 
 
 def _given_directory(resume: str | Path) -> Path:
-    """Return the directory that `resume` names, of a checkpoint or of a run."""
+    """Return the directory of `resume`: that of a checkpoint or of a run."""
     if not isinstance(resume, str | Path):
         raise SettingError(f"resume={resume!r}", want='"auto", a path or None', fix='resume="auto"')
     path = _existing(resume, written="resume={!r}")
@@ -361,9 +363,9 @@ def _given_directory(resume: str | Path) -> Path:
 
 
 def _existing(path: str | Path, *, written: str = "{}") -> Path:
-    """Return a path of the user's, links resolved; CheckpointError lists the paths next to it.
+    """Return a path with links resolved. CheckpointError, with the paths next to it, if it does not exist.
 
-    `written`: the argument in which the user wrote it.
+    `written`: the format of the path in the error, such as an argument.
     """
     given = Path(path).expanduser()
     try:
@@ -383,7 +385,7 @@ def _existing(path: str | Path, *, written: str = "{}") -> Path:
 
 
 def _is_file(path: Path, resume: str | Path) -> CheckpointError:
-    """Build the error for a resume from a file: its kind, and the line that begins with the weights in it."""
+    """Return the error for a resume from a file: its kind, and the line that loads its weights."""
     fix = f"load_weights({str(path)!r}, model) before fit, without resume"
     try:
         read_file(path, read_header)

@@ -1,4 +1,4 @@
-"""Manages the checkpoints of one run: submits states to the writer, ranks and removes them, and reports each save."""
+"""Manages the checkpoints of one run: submits saves to the writer, reports them, ranks and removes checkpoints."""
 
 from __future__ import annotations
 
@@ -38,13 +38,15 @@ if TYPE_CHECKING:
 
 
 class CheckpointManager:
-    """Saves the checkpoints of one run, tracks the best, and removes those that retention does not keep.
+    """Saves the checkpoints of one run, tracks the best, and removes those beyond retention.
 
-    Order of use: `prepare`; `adopt` when a run is resumed; `reserve` once or more; then `judge`, `save` and
-    `completed` as often as needed; `release`. The training thread calls all methods. The writer thread reads immutable
-    records only, and its results are collected between two saves: no thread reads what another one changes.
+    Order of calls: `prepare`; `adopt` to resume a run; `reserve` once or more; `judge`, `save` and `completed` as often
+    as needed; `release`.
 
-    A checkpoint slot of a user is a subclass: every method may be overridden, `save` and `completed` at least.
+    The training thread calls all methods. The writer thread reads immutable records only, and the training thread
+    collects its results between two saves: no thread reads state that another one changes.
+
+    To customize: subclass it, and override `save` and `completed` at least.
     """
 
     def __init__(self, settings: Checkpoint, run_id: str) -> None:
@@ -54,29 +56,29 @@ class CheckpointManager:
         self.on_result: Callable[[], None] | None = None
         """Called in the writer thread when a save is complete or has failed."""
         self.blocked = 0.0
-        """Seconds that training has waited for saves."""
+        """Seconds of training blocked by saves."""
         self.is_saving = False
-        """Whether a save was submitted whose result is not collected yet."""
+        """Whether the result of a submitted save is not collected yet."""
         self._tracker = BestTracker(settings)
         self._complete: Mapping[int, float] = {}
-        """Complete checkpoints of this run in the directory: update -> sort key of the monitored number. Immutable: a
-        save reads this one, and returns another."""
+        """Complete checkpoints of this run in the directory: update -> sort key of the monitored number. Immutable:
+        each save reads one mapping and returns a new one."""
         self._resumed: Path | None = None
-        """The checkpoint that was resumed."""
+        """The resumed checkpoint; None for a new run."""
         self._root = RunDirectory(self.directory, given=str(settings.directory))
         self._writer: Writer[SaveResult] | None = None
         self._last_save = (0, 0.0)
-        """Its update, and the seconds that training waited for it."""
+        """Update and blocked seconds of the last save."""
         self._saved: list[Saved] = []
         self._failures: list[SaveFailure] = []
         self._warnings: list[str] = []
         self._failed: SaveFailure | None = None
-        """The last save, where it failed."""
+        """The last save if it failed; else None."""
 
     def prepare(self, *, resuming: bool) -> None:
-        """Make and lock the directory, and check that it is writable; before the first update.
+        """Create and lock the directory, and check that it is writable. Called before the first update.
 
-        CheckpointError if another process writes there, or if it holds another run and none is resumed.
+        CheckpointError if another process has locked it, or if a new run finds checkpoints of another run there.
         """
         self.release()
         self._root.acquire()
@@ -89,10 +91,10 @@ class CheckpointManager:
         self._writer = Writer("trainwright checkpoints", async_save=self.settings.async_save, on_result=self._notify)
 
     def adopt(self, loaded: Loaded) -> None:
-        """Continue the run of a loaded checkpoint; `load_state_dict` restores the best values.
+        """Continue the run of a loaded checkpoint. `load_state_dict` restores the best values.
 
-        CheckpointError if the directory holds another run, or later complete checkpoints of this one: new checkpoints
-        could not be distinguished from them.
+        CheckpointError if the directory holds another run, or later checkpoints of this run: new checkpoints would get
+        the same names.
         """
         self.run_id = loaded.manifest["run"]
         self._resumed = loaded.path.absolute()
@@ -104,13 +106,16 @@ class CheckpointManager:
             raise CheckpointError(what, have=", ".join(sorted(later)), fix=fix)
 
     def reserve(self, tree: Mapping[str, Tree]) -> None:
-        """Allocate memory for copies of such a state in the background; CheckpointError names an unsavable value."""
+        """Allocate memory for copies of a state of this size, in the background.
+
+        CheckpointError names a value that cannot be saved.
+        """
         self._reserve(encode(tree))
 
     def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        """Rank the numbers of an update; return whether the monitored one is among the best so far, and to be saved.
+        """Rank the monitored number of an update; return whether it is among the `top` best so far.
 
-        NaN and the worst infinity never are; a tie is no better. SettingError if there is no such number.
+        False for NaN, for the worst infinity, and for a tie. SettingError if `metrics` lacks the number.
         """
         return self._tracker.judge(metrics, epoch=epoch, update=update)
 
@@ -122,10 +127,10 @@ class CheckpointManager:
         epoch: int,
         metrics: Mapping[str, float] | None = None,
     ) -> None:
-        """Copy `{part: state}` and submit it to the writer; `completed` returns it when it is complete.
+        """Copy `{part: state}` and submit it to the writer; `completed` returns the checkpoint later.
 
-        Waits for the save in flight. After the save, checkpoints that retention does not keep are removed. `metrics`:
-        the numbers measured at this update. CheckpointError names a value that cannot be stored.
+        Waits for the save in flight. After the save, checkpoints beyond retention are removed. `metrics`: the numbers
+        measured at this update. CheckpointError names a value that cannot be saved.
         """
         manifest = {
             "run": self.run_id,
@@ -142,11 +147,12 @@ class CheckpointManager:
         self._last_save = update, blocked
 
     def completed(self, *, wait: bool = False, alone: bool = False) -> list[Saved]:
-        """Return the checkpoints that have become complete since the last call, oldest first.
+        """Return the checkpoints completed since the last call, oldest first.
 
-        With `wait`: after the save in flight; no further save is due. A failed save is reported here, once: by a
-        warning if the system refused it; by CheckpointError with `on_save_error="raise"`, for any other failure, and
-        with `wait` if it was the last save. `alone`: without a collective.
+        `wait`: wait for the save in flight; no further save follows. `alone`: without a collective.
+
+        Reports each failed save once. A save refused by the system is a warning. It is a CheckpointError with
+        `on_save_error="raise"`, and for the last save with `wait`. Any other failure is a CheckpointError.
         """
         if wait:
             self.wait()
@@ -166,9 +172,9 @@ class CheckpointManager:
             self.blocked += time.perf_counter() - began
 
     def release(self, *, wait: bool = True) -> None:
-        """Wait for the save in flight, and unlock the directory.
+        """Wait for the save in flight, then unlock the directory.
 
-        Without `wait`, or if the wait is interrupted, the writer thread unlocks it when it is done.
+        Without `wait`, or if the wait is interrupted, the writer thread unlocks it after the save.
         """
         writer, self._writer = self._writer, None
         if writer is not None:
@@ -177,7 +183,7 @@ class CheckpointManager:
 
     @property
     def best(self) -> Best | None:
-        """The best of the monitored number so far; its path is None until that checkpoint is complete."""
+        """The best value of the monitored number so far. Its path is None until that checkpoint is complete."""
         if not self._tracker.top:
             return None
         top = self._tracker.top[0]
@@ -191,7 +197,7 @@ class CheckpointManager:
 
     @property
     def failing(self) -> str:
-        """How many saves failed since the last complete one, the reason, and the newest checkpoint; empty if none."""
+        """One line on the saves that failed since the last complete one; empty if none did."""
         self._take_results()
         return "" if self._failed is None else self._failed.line(before=self._newest)
 
@@ -212,7 +218,7 @@ class CheckpointManager:
         self._submit(encode(tree), manifest)
 
     def _submit(self, files: Files, manifest: dict[str, Any], sharded: ShardedSave | None = None) -> None:
-        """Submit files to the writer, after the save in flight; `sharded`: the same save on the other ranks."""
+        """Submit files to the writer, after the save in flight. `sharded`: the part of the other ranks in this save."""
         assert self._writer is not None, "prepare() comes first"
         self._writer.wait()
         self._take_results()
@@ -222,7 +228,7 @@ class CheckpointManager:
         self.is_saving = True
 
     def _take_results(self, writer: Writer[SaveResult] | None = None) -> None:
-        """Collect the result of the last save; `completed` reports it."""
+        """Collect the result of the last save, for `completed`."""
         writer = writer or self._writer
         update, blocked = self._last_save
         for outcome in [] if writer is None else writer.outcomes():
@@ -254,10 +260,10 @@ class CheckpointManager:
             self.on_result()
 
     def _survey(self, loaded: Loaded | None) -> dict[int, float]:
-        """Return the complete checkpoints of this run in the directory; each is read once.
+        """Return the complete checkpoints of this run in the directory. Reads each once, except the loaded one.
 
-        CheckpointError if one is of another run; without `loaded`, an unreadable one may be of any run. The loaded one
-        was read already; newer ones that were passed over for it do not count.
+        CheckpointError if one is of another run, or, without `loaded`, unreadable: it may be of another run. Newer
+        checkpoints that `loaded` skipped as unreadable do not count.
         """
         known: dict[Path, dict[str, Any] | None] = {}
         if loaded is not None:
@@ -271,7 +277,7 @@ class CheckpointManager:
         return complete
 
     def _readable(self, path: Path, *, tolerant: bool) -> dict[str, Any] | None:
-        """Return the manifest of a checkpoint that can be decoded completely; None if it cannot."""
+        """Return the manifest of a checkpoint; None if the checkpoint cannot be decoded completely."""
         manifest = self._root.read_manifest(path, self.run_id, tolerant=tolerant)
         try:
             if manifest is not None:
@@ -282,7 +288,7 @@ class CheckpointManager:
 
     @property
     def _newest(self) -> Path | None:
-        """The newest checkpoint that still exists, or the one that was resumed."""
+        """The newest checkpoint that still exists, or the resumed one."""
         known = [*self.saved, *([] if self._resumed is None else [self._resumed])]
         return next((path for path in known if is_of_run(path, self.run_id)), None)
 
@@ -300,24 +306,24 @@ class CheckpointManager:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveJob:
-    """One save, run by the writer thread. Immutable, and so are all arguments."""
+    """One save, run by the writer thread. The job and its arguments are immutable."""
 
     root: RunDirectory
     settings: Checkpoint
     manifest: Mapping[str, Any]
     _: KW_ONLY
     complete: Mapping[int, float]
-    """The complete checkpoints before it."""
+    """The complete checkpoints before this save."""
     best: tuple[int, ...]
-    """Updates with the best values of the monitored number; their checkpoints may be incomplete."""
+    """Updates with the best values so far. Their checkpoints may not be complete yet."""
     sharded: ShardedSave | None
-    """The same save on the other ranks, which write files too."""
+    """The part of the other ranks in this save, for a sharded state."""
     began: float = field(default_factory=time.perf_counter)
 
     def write(self, files: Files) -> SaveResult:
-        """Commit the checkpoint, then remove those that retention does not keep.
+        """Commit the checkpoint, then remove checkpoints beyond retention.
 
-        CheckpointError if it could not be written; older checkpoints are unchanged then.
+        CheckpointError if it cannot be written; older checkpoints are then unchanged.
         """
         directory, settings, update = self.root.path, self.settings, self.manifest["update"]
         complete, warnings = dict(self.complete), []
@@ -337,7 +343,7 @@ class SaveJob:
         return SaveResult(saved, complete, warnings)
 
     def _reacquire(self, complete: dict[int, float]) -> list[str]:
-        """Make and lock the lost directory again; drop checkpoints that are gone, and return a warning."""
+        """Create and lock a lost directory again; drop lost checkpoints from `complete`; return warnings."""
         directory = self.root.path
         self.root.reacquire(self.manifest["run"])
         gone = [update for update in complete if not (directory / update_name(update)).is_dir()]
@@ -354,12 +360,12 @@ class SaveResult:
 
     saved: Saved
     complete: Mapping[int, float]
-    """The complete checkpoints after it: update -> sort key of the monitored number."""
+    """The complete checkpoints after the save: update -> sort key of the monitored number."""
     warnings: list[str]
 
 
 def _remove(path: Path, *, run: str) -> list[str]:
-    """Remove a checkpoint if it is readable and of this run; return warnings."""
+    """Remove a checkpoint if its manifest is readable and of this run; return warnings."""
     try:
         if read_manifest(path)["run"] == run:
             commits.remove(path)
@@ -373,7 +379,7 @@ def _remove(path: Path, *, run: str) -> list[str]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SaveFailure:
-    """A failed save, and the text that reports it."""
+    """A failed save, and its report."""
 
     update: int
     error: BaseException
@@ -382,13 +388,13 @@ class SaveFailure:
 
     @property
     def is_of_the_system(self) -> bool:
-        """Whether the system refused it: a later save may succeed. Any other failure is a mistake in a program."""
+        """Whether the system refused the save, so that a later one may succeed. Else the failure is a bug."""
         return self._cause is not None
 
     def text(self, directory: Path, *, before: Path | None, ends: bool) -> str:
-        """Return the save, the reason of its failure, and the checkpoint to resume from if the run dies now.
+        """Return the report: the save, the reason of its failure, and the checkpoint for a resume now.
 
-        `before`: the newest complete checkpoint; `ends`: no further save is due.
+        `before`: the newest complete checkpoint. `ends`: no further save follows.
         """
         name = update_name(self.update)
         counted = f" (the save number {self.times} that failed in a row)" if self.times > 1 else ""
@@ -405,14 +411,14 @@ class SaveFailure:
         return message(f"{what}; {lost}", have=have, fix=self._reason[1], where=False)
 
     def line(self, *, before: Path | None) -> str:
-        """Return the same in one line, for a run that has ended; `before`: the newest complete checkpoint."""
+        """Return the report in one line, for a run that has ended. `before`: the newest complete checkpoint."""
         count = f"{self.times} saves failed, the last for" if self.times > 1 else "the last save failed"
         newest = "nothing is saved" if before is None else f"the newest complete checkpoint is {before.name}"
         return f"{count}: {self._reason[0]}; {newest}"
 
     @property
     def _cause(self) -> OSError | None:
-        """The error of the system, if it refused."""
+        """The OSError that refused the save; None for other failures."""
         seen: BaseException | None = self.error
         while seen is not None and not isinstance(seen, OSError):
             seen = seen.__cause__
@@ -420,7 +426,7 @@ class SaveFailure:
 
     @property
     def _reason(self) -> tuple[str, str]:
-        """The reason of the failure in a few words, and the fix."""
+        """The reason of the failure and the fix, each in a few words."""
         cause = self._cause
         if cause is None:
             return f"{type(self.error).__name__}: {str(self.error).partition(chr(10))[0]}", ""
@@ -438,7 +444,7 @@ _REASONS = {
     errno.ETIMEDOUT: ("a rank has not written its part", "see what it does, and whether its disk is slow"),
     errno.ENOMEM: ("the system has no memory left", "free memory, or Checkpoint(..., async_save=False)"),
 }
-"""The meaning of an error number, and the fix."""
+"""Error number -> (meaning, fix)."""
 for _name, _what in {
     "EDQUOT": ("the quota is used up", "free space of this user there, or ask for more"),
     "ESTALE": ("the network file system has lost the directory", "see whether the file server is there"),
@@ -455,7 +461,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """A value of the monitored number, with the epoch and the update of its measurement."""
+    """A value of the monitored number, with epoch and update."""
 
     value: float
     epoch: int
@@ -463,7 +469,7 @@ class Measured:
 
 
 class BestTracker:
-    """The `top` best values so far of the number that `Checkpoint(best=...)` names, the very best first."""
+    """The `top` best values so far of the number of `Checkpoint(best=...)`, best first."""
 
     def __init__(self, settings: Checkpoint) -> None:
         self.monitor = settings.best
@@ -472,16 +478,16 @@ class BestTracker:
         self._size = settings.top
 
     def judge(self, metrics: Mapping[str, float], *, epoch: int, update: int) -> bool:
-        """Rank the numbers of an update; return whether the monitored one is among the `top` best so far.
+        """Rank the monitored number of an update; return whether it is among the `top` best so far.
 
-        NaN and the worst infinity never are; a tie is no better. SettingError if there is no such number.
+        False for NaN, for the worst infinity, and for a tie. SettingError if `metrics` lacks the number.
         """
         if self.monitor is None:
             return False
         require_monitor(self.monitor, metrics, f"Checkpoint(best={self.monitor!r})")
         measured = Measured(float(metrics[self.monitor]), epoch, update)
         others = [earlier for earlier in self.top if earlier.update != update]
-        ranked = sorted([*others, measured], key=self._sort_key)  # stable: the earlier one of two that are equal
+        ranked = sorted([*others, measured], key=self._sort_key)  # stable: of equal values the earlier one is first
         self.top = [candidate for candidate in ranked if self._sort_key(candidate) < inf][: self._size]
         return measured in self.top
 
@@ -508,10 +514,10 @@ class BestTracker:
 def removable(
     complete: Mapping[int, float], *, keep: int | Literal["all"], top: int, best: Collection[int]
 ) -> list[int]:
-    """Return the updates of the checkpoints to remove: all but the last `keep`, the `top` best, and those of `best`.
+    """Return the updates of checkpoints to remove: all except the last `keep`, the `top` best, and those of `best`.
 
-    `complete`: update -> sort key of its number; `best`: updates with the best values so far; their
-    checkpoints may be incomplete.
+    `complete`: update -> sort key of the monitored number. `best`: updates with the best values so far, whose
+    checkpoints may not be complete yet.
     """
     last = sorted(complete, reverse=True)[: None if keep == "all" else keep]
     ranked = sorted((key, update) for update, key in complete.items() if key < inf)

@@ -1,4 +1,4 @@
-"""Copies the state of a save into host memory, and writes it in a background thread while training continues."""
+"""Copies the state of a save to host memory, and writes it in a background thread while training continues."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from trainwright.core.errors import warn_user
 T = TypeVar("T")
 Files = Mapping[str, Content]
 ALIGNMENT = 64
-"""Bytes. Every copy begins at a multiple of it: of the size of every dtype, and of a cache line."""
+"""Bytes. Each copy begins at a multiple of it: a multiple of every dtype's size, and of a cache line."""
 _POLL = 0.5
-"""Seconds. On Windows a wait without a timeout ignores Ctrl-C."""
+"""Seconds per wait. On Windows a wait without a timeout ignores Ctrl-C."""
 _PAGES_AT_A_TIME = 1 << 14
-"""Few enough that torch touches them in one thread, and that other threads run in between."""
+"""Pages per call: few, so that torch touches them in one thread and other threads run in between."""
 _mapped: WeakSet[mmap.mmap] = WeakSet()
 _inherited: list[mmap.mmap] = []
 
@@ -43,10 +43,10 @@ class SaveOutcome(Generic[T]):
 
 
 class Writer(Generic[T]):
-    """Writes one save at a time: copies its tensors, then runs the writing in a thread.
+    """Copies the tensors of a save, then writes them in a daemon thread.
 
-    At most one save is in flight; the next one waits for it. The training thread calls all methods. The daemon thread
-    starts with the first save and ends with `close`; a forked child has no such thread and must not write. Ctrl-C
+    At most one save is in flight; the next one waits for it. The training thread calls all methods. The thread starts
+    with the first save and ends with `close`. A forked child does not have the thread and must not write. Ctrl-C
     interrupts every wait at once; the save in flight continues.
     """
 
@@ -54,18 +54,18 @@ class Writer(Generic[T]):
         self.memory = Memory()
         self._name, self._async_save = name, async_save
         self._on_result = on_result
-        """Called by the thread when a save has succeeded or failed."""
+        """Called in the thread after a save has succeeded or failed."""
         self._jobs: Queue[tuple[Callable[[], Any], bool] | None] = Queue()
-        """What the thread runs, in order, and whether it is a save, which has an outcome; None ends the thread."""
+        """Jobs of the thread, in order: (function, whether it is a save with an outcome). None ends the thread."""
         self._outcomes: deque[SaveOutcome[T]] = deque()
         self._has_begun, self._ended = False, threading.Event()
         self._last: Callable[[], object] = self.memory.free
         self._process = os.getpid()
 
     def reserve(self, files: Files) -> None:
-        """Allocate memory for copies of such files in the thread, after the save in flight.
+        """Allocate memory for copies of files of these sizes, in the thread, after the save in flight.
 
-        Otherwise, or if the state has grown since, `submit` allocates it while training waits.
+        Without it, or if the state has grown since, `submit` allocates the memory while training waits.
         """
         if self._async_save:
             self._put(partial(_reserve, self.memory, *memory_needs(files)), is_save=False)
@@ -73,8 +73,8 @@ class Writer(Generic[T]):
     def submit(self, files: Files, write: Callable[[Files], T]) -> None:
         """Call `write` with copies of `files` in the thread, after the save in flight.
 
-        Without `async_save`, or without memory for the copies, call it here, with the originals. In either case
-        `outcomes` returns the result or the error, and no reference to the files is left.
+        Without `async_save`, or without memory for the copies, call `write` at once with the originals. `outcomes`
+        returns the result or the error. No reference to the files is left.
         """
         self.wait()
         copies = self.copy(files)
@@ -82,11 +82,11 @@ class Writer(Generic[T]):
             self._outcomes.append(_run(partial(write, files), Exception))
         else:
             self.start(partial(write, copies))
-            if self.memory.used > self.memory.size:  # the state has grown: reserve more for the next save
+            if self.memory.used > self.memory.size:  # the state has grown: reserve more memory for the next save
                 self.reserve(files)
 
     def copy(self, files: Files) -> Files | None:
-        """Return the files with copies of their tensors; None without `async_save`, or without memory for them."""
+        """Return the files with copies of their tensors. None without `async_save`, or without enough memory."""
         if not self._async_save:
             return None
         try:
@@ -109,13 +109,13 @@ class Writer(Generic[T]):
                 self._jobs.all_tasks_done.wait(_POLL)
 
     def outcomes(self) -> list[SaveOutcome[T]]:
-        """Return the outcomes of the saves that ended since the last call, oldest first."""
+        """Return the outcomes of saves since the last call, oldest first."""
         return [self._outcomes.popleft() for _ in range(len(self._outcomes))]
 
     def close(self, last: Callable[[], object], *, wait: bool = True) -> None:
-        """Wait for the save in flight, then free the memory, call `last`, and end the thread.
+        """Wait for the save in flight, free the memory, call `last`, and end the thread.
 
-        Without `wait` return at once if a save is in flight; the thread calls `last` after it.
+        Without `wait`, return at once if a save is in flight; the thread does the rest after the save.
         """
         if not self._is_own_process or self._ended.is_set():
             return
@@ -135,7 +135,7 @@ class Writer(Generic[T]):
 
     @property
     def _is_own_process(self) -> bool:
-        """Whether this is the process of the thread; a forked child has no such thread, and must not wait for it."""
+        """Whether this process has the thread. A forked child does not, and must not wait for it."""
         return os.getpid() == self._process
 
     def _put(self, job: Callable[[], Any], *, is_save: bool) -> None:
@@ -175,13 +175,13 @@ def _run(job: Callable[[], T], caught: type[BaseException]) -> SaveOutcome[T]:
     try:
         return SaveOutcome(job())
     except caught as error:
-        del job  # the frames of a traceback refer to their callers, this one too
+        del job  # the traceback of the error refers to this frame, too
         _drop_references(error)
         return SaveOutcome(None, error)
 
 
 def _drop_references(error: BaseException) -> None:
-    """Clear the frames of an error: they would keep the tensors of its save in memory."""
+    """Clear the frames of an error, which would keep the tensors of its save in memory."""
     seen: BaseException | None = error
     while seen is not None:
         traceback.clear_frames(seen.__traceback__)
@@ -192,11 +192,11 @@ def _drop_references(error: BaseException) -> None:
 
 
 class Memory:
-    """One block of host memory for the tensors of one save at a time; pinned if any of them is on CUDA.
+    """One block of host memory for the tensors of one save at a time. Pinned if a tensor is on CUDA.
 
-    `reserve` may run in another thread while nothing else uses the block. Tensors that do not fit when `copy` is called
-    get memory of their own for that one time: correct, but slower, since its pages are new. Forked children do not
-    inherit the block: else the first write to a page after a fork would copy it.
+    `reserve` may run in another thread while the block is unused. If tensors do not fit, `copy` allocates further
+    memory for this call: correct, but slower, since its pages are new. Forked children do not inherit the block: else
+    the first write to each page after a fork would copy that page.
     """
 
     def __init__(self) -> None:
@@ -207,13 +207,13 @@ class Memory:
 
     @property
     def size(self) -> int:
-        """Bytes of the block."""
+        """Size of the block in bytes."""
         return self._block.numel()
 
     def reserve(self, size: int, device: torch.device | None = None) -> None:
-        """Allocate and touch a block of at least `size` bytes; pin it if copies come from a CUDA `device`.
+        """Allocate and touch a block of at least `size` bytes. `device`: pin it for copies from this CUDA device.
 
-        A smaller one is freed first: there are never two. OSError if the system has no such memory.
+        A smaller block is freed first: two blocks never exist together. OSError without enough memory.
         """
         pins = device is not None
         if size <= self.size and self._is_pinned >= pins:
@@ -226,7 +226,7 @@ class Memory:
     def copy(self, files: Files) -> dict[str, Content]:
         """Return the files with copies of their tensors, valid until the next `copy` or `free`.
 
-        One pass over the tensors; copies from a device run together, with one synchronization.
+        Copies from a device are queued together, with one synchronization at the end.
         """
         copies: dict[str, Content] = {
             name: content if isinstance(content, bytes) else Contents({}, content.metadata)
@@ -247,7 +247,7 @@ class Memory:
         return copies
 
     def free(self) -> None:
-        """Free the memory; no copy may be in use."""
+        """Free the memory. No copy may be in use."""
         if self._is_pinned:
             cuda: Any = torch.cuda.cudart()
             cuda.cudaHostUnregister(self._block.data_ptr())
@@ -255,7 +255,7 @@ class Memory:
 
 
 def memory_needs(files: Files) -> tuple[int, torch.device | None]:
-    """Return the bytes that copies of the tensors need, and the first CUDA device of any of them."""
+    """Return (bytes for copies of the tensors, the first CUDA device among them or None)."""
     places = _places(files)
     devices = (place.tensor.device for place in places if place.tensor.is_cuda)
     return (places[-1].stop if places else 0), next(devices, None)
@@ -263,7 +263,7 @@ def memory_needs(files: Files) -> tuple[int, torch.device | None]:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _CopyPlace:
-    """The place in the memory for the copy of one tensor of one file."""
+    """The byte range in the memory for the copy of one tensor of one file."""
 
     file: str
     name: str
@@ -283,10 +283,10 @@ def _places(files: Files) -> list[_CopyPlace]:
 
 
 def _copied(tensor: Tensor, memory: Tensor) -> Tensor:
-    """Copy the values of a tensor, contiguous as in a file, into memory of exactly their size."""
+    """Copy a tensor, contiguously, into memory of exactly its size; return the copy."""
     copy = memory.view(tensor.dtype).reshape(tensor.shape)
     if tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg()):
-        # As bytes: some dtypes have no copy of their own.
+        # As bytes: torch cannot copy some dtypes.
         memory.copy_(tensor.detach().reshape(-1).view(torch.uint8), non_blocking=tensor.is_cuda)
     else:
         copy.copy_(tensor.detach(), non_blocking=tensor.is_cuda)
@@ -294,10 +294,10 @@ def _copied(tensor: Tensor, memory: Tensor) -> Tensor:
 
 
 def _host_memory(size: int) -> Tensor:
-    """Return memory that forked children do not inherit, if the system can do that.
+    """Return memory that forked children do not inherit, if the system supports that.
 
-    Dataloader workers would otherwise share the pages, and the first write to each page would copy it: twice the time
-    and twice the memory. OSError if there is no such memory.
+    Otherwise dataloader workers share the pages, and the first write to each page copies it: twice the time and twice
+    the memory. OSError without enough memory.
     """
     _unmap_nothing_in_children()
     flags = {"flags": mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS} if hasattr(mmap, "MAP_PRIVATE") else {}
@@ -306,35 +306,35 @@ def _host_memory(size: int) -> Tensor:
     if hasattr(mmap, "MADV_DONTFORK"):
         mapped.madvise(mmap.MADV_DONTFORK)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a kernel without them
+        with suppress(OSError):  # a kernel without huge pages
             mapped.madvise(mmap.MADV_HUGEPAGE)
     return torch.frombuffer(mapped, dtype=torch.uint8)[:size]
 
 
 def _reserve(memory: Memory, size: int, device: torch.device | None) -> None:
-    with suppress(OSError):  # the copy raises it again, and warns
+    with suppress(OSError):  # `copy` raises it again, and the writer warns
         memory.reserve(size, device)
 
 
 def _touch(memory: Tensor) -> Tensor:
-    """Make the system allocate all pages now: the first write to a page costs more than the copy into it."""
+    """Write to each page, so that the system allocates it now: a first write costs more than the copy."""
     for pages in memory[:: mmap.PAGESIZE].split(_PAGES_AT_A_TIME):
         pages.zero_()
     return memory
 
 
 def _pin(memory: Tensor, device: torch.device) -> bool:
-    """Pin memory; return whether the system allowed it. Otherwise copies from the device are slower."""
+    """Pin memory; return whether the system allowed it. Copies to unpinned memory are slower."""
     if not memory.numel():
         return False
     with torch.cuda.device(device):
-        portable = 1  # for every device of the process
+        portable = 1  # pinned for every device of the process
         cuda: Any = torch.cuda.cudart()
         return int(cuda.cudaHostRegister(memory.data_ptr(), memory.numel(), portable)) == 0
 
 
 @cache
 def _unmap_nothing_in_children() -> None:
-    """Keep the mapping objects of a forked child alive: freeing one would unmap memory that is there since the fork."""
+    """Keep the mappings alive in forked children: freeing one there could unmap memory of the child."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=lambda: _inherited.extend(_mapped))

@@ -33,7 +33,7 @@ class Counters:
     """Finished epochs of all earlier stages."""
     seconds: float = 0.0
     """Wall-clock time of this stage, over all of its sessions."""
-    validated: int = -1
+    validated_at: int = -1
     """`updates` at the last validation; -1 before the first."""
     last_boundary: int = 0
     """`updates` at the last boundary; where it is less than `updates`, work that fell due since is still to be done."""
@@ -47,17 +47,18 @@ class Counters:
 
     def state_dict(self) -> dict[str, Any]:
         """Plain data."""
-        return asdict(self)
+        return {_SAVED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
         """Restore saved counters. FormError where one is missing, of another type, negative or impossible."""
-        check_form(tree, **{field.name: _FORMS.get(field.name, is_count) for field in fields(self)})
+        names = {field.name: _SAVED_NAMES.get(field.name, field.name) for field in fields(self)}
+        check_form(tree, **{saved: _FORMS.get(saved, is_count) for saved in names.values()})
         trained = tree["rows"] + tree["updates"] + tree["skipped"]
         if tree["epoch"] > trained or tree["batch"] > trained:
             have = f"{tree['epoch']} epochs and {tree['batch']} batches of the next one"
             raise FormError(f"{have} cannot be of {tree['rows']} rows and {tree['updates']} updates")
-        for field in fields(self):
-            setattr(self, field.name, tree[field.name])
+        for name, saved in names.items():
+            setattr(self, name, tree[saved])
 
 
 _FORMS: dict[str, Callable[[object], bool]] = {
@@ -67,7 +68,9 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "interrupted_validation": lambda value: value in ("", "start", "update", "epoch", "final"),
     "stopped": is_text,
 }
-"""The forms of the fields that are not counts."""
+"""The forms of the saved fields that are not counts."""
+_SAVED_NAMES = {"validated_at": "validated"}
+"""Fields with another name in checkpoints."""
 
 
 class Progress:

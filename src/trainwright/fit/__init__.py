@@ -1,14 +1,18 @@
-"""One `fit`: where it starts, which work falls due between updates, and how it ends.
+"""One `fit`: its start, the work between its updates, and its end.
 
-In the order of a call: `context` enters it. `opening` opens the data, `context` starts a stage and its `record`, `plan`
-computes the header and finds contradictions, `run` binds the slots and chooses how updates are made, `context` reads
-the checkpoint that `resume=` names, and `resume` plans the start from it, then restores each part. `trainer.py` takes
-the windows of an epoch from `run`, which compares their number with the plan.
-At a `boundary` between updates: the clock and the ends, `inspection` (observers that measure), validation,
-`early_stopping`, and `saving` (everything with state). `context` leaves it by `result` (best weights, the Result);
-after an error or a signal by `rollback`, which saves the state from before the window in progress. Several ranks:
-`rank_sync`. Outside of a `fit`: `arguments` checks those of a Trainer.
+The modules in the order of a call:
 
-Every contradiction of settings is raised before the first update; a `fit` that is refused leaves the trainer as its
-last `fit` did; however a run ends, all that entering has switched is undone, and observers get their `on_fit_end`.
+1. `context` enters the `fit`. `opening` opens the data. `context` starts a stage and its `record`.
+2. `plan` computes the header and refuses contradictory settings. `run` binds the slots and chooses the update strategy.
+3. `context` reads the checkpoint of `resume=`. `resume` chooses the start and restores each part.
+4. `trainer.py` gets the windows of an epoch from `run`, which compares their number with the plan.
+5. `boundary` does the work between two updates: clock and ends, `inspection` (observers that measure), validation,
+   `early_stopping`, and `saving` (everything with state).
+6. `context` leaves the `fit`: by `result` (best weights, the Result), or, after an error or a signal, by `rollback`,
+   which saves the state before the window in progress.
+
+`rank_sync` exchanges requests between ranks. `arguments` checks the arguments of a Trainer when it is built.
+
+Three promises: contradictory settings are refused before the first update; a refused `fit` leaves the trainer as the
+last `fit` left it; at every end the switches of `context` are undone and observers get `on_fit_end`.
 """

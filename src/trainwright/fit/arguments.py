@@ -1,4 +1,4 @@
-"""Check the arguments of a Trainer when it is built, and place its modules on the device."""
+"""Checks the arguments of a Trainer when it is built, and moves its modules to the device."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def checked_fast(setting: Any) -> Fast:
 
 
 def bound_hooks(trainer: Any, own: set[str]) -> Hooks:
-    """Bind the hooks of a trainer whose class defines `own` of them, and the function that moves batches."""
+    """Return the hooks of a trainer, and the function that moves batches. `own`: the overridden hooks."""
     device = trainer.device.type
     if "to_device" in own or device not in ("cpu", "cuda"):
         return read_hooks(trainer, own, move=trainer.to_device)
@@ -83,9 +83,9 @@ def checked_on_error(on_error: Any, checkpoint: Any) -> str | None:
 
 
 def checked_on_oom(on_oom: Any, world: World, *, own: Collection[str]) -> str | None:
-    """Check `on_oom=`: "split" is for one process, and for the default `update`; `own`: the hooks that are overridden.
+    """Check `on_oom=`: "split" needs one process and the default `update`. `own`: the overridden hooks.
 
-    An update of the user's own may read its window, or step twice: what it has done cannot be undone, and done again.
+    A custom update may read its window or step twice: it cannot be rolled back and repeated.
     """
     if on_oom not in (None, "split"):
         raise SettingError(f"on_oom={on_oom!r}", want='None, or "split"', fix='on_oom="split"')
@@ -104,13 +104,13 @@ def checked_schedule(value: object) -> Schedule | None:
     """Check `schedule=`."""
     if value is None:
         return None
-    from trainwright.schedules.standard import as_schedule  # only where there is one: torch's schedulers are heavy
+    from trainwright.schedules.standard import as_schedule  # imported on use: torch's schedulers are slow to import
 
     return as_schedule(value)
 
 
 def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
-    """Check `metrics=`: names and kinds, and that the metrics can be summed over several ranks."""
+    """Check `metrics=`: names, kinds, and whether the metrics can be summed over ranks."""
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
     if metrics:
@@ -121,14 +121,14 @@ def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str
 
 
 def checked_slot(name: str, value: T | None, example: str) -> T | None:
-    """Refuse a value that is not of the class of the slot's settings."""
+    """Refuse a value that is not of the slot's settings class."""
     if value is None or isinstance(value, _slot_classes()[name]):
         return value
     raise TypeError(message(f"{name}={value!r}", want=f"{example}, or a subclass of it", fix=f"{name}={example}"))
 
 
 def _slot_classes() -> dict[str, type]:
-    """Return the base class of the settings of each slot; imported where a slot is filled."""
+    """Return the settings class of each slot; imported only if a slot is filled."""
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.fit.early_stopping import EarlyStopping
     from trainwright.optim.averaging import WeightAveraging
@@ -142,7 +142,7 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
         given = f"{type(observers).__name__}(...)"
         raise TypeError(message(f"observers={given}", want="a list of observers", fix=f"observers=[{given}]"))
     for observer in observers:
-        from trainwright.update.reporter import check_every  # only if there is one: imports stay quick
+        from trainwright.update.reporter import check_every  # imported on use: `import trainwright` stays cheap
 
         if not isinstance(observer, Observer):
             want = "objects of subclasses of Observer"
@@ -154,7 +154,7 @@ def checked_observers(observers: Collection[Observer]) -> tuple[Observer, ...]:
 
 
 def _in_its_place(given: Any) -> str:
-    """Return how to give the Trainer an object that is no observer; empty where that is unknown."""
+    """Return the argument that takes a given object, such as a metric passed as an observer; empty if unknown."""
     kind = given if isinstance(given, type) else type(given)
     if isinstance(given, type):
         return f"{kind.__name__}(...)" if issubclass(kind, Observer) else ""
@@ -168,7 +168,7 @@ def _in_its_place(given: Any) -> str:
 def processes(
     parallel: str | Parallel | None, device: str | torch.device, model: nn.Module
 ) -> tuple[World, Parallel, torch.device]:
-    """Return the ranks, the settings by which they share the work, and the device of this rank."""
+    """Return the ranks, the parallel settings, and the device of this rank."""
     settings = checked_parallel(parallel)
     chosen = choose_device(device, model)
     if chosen.type == "meta" and settings.shards:
@@ -197,7 +197,7 @@ def processes(
 
 
 def check_shards(trainer: TrainerLike) -> None:
-    """Refuse settings that do not work with a sharded model; have its optimizers step the shards."""
+    """Refuse settings that do not work with a sharded model; point its optimizers at the shards."""
     if not trainer.parallel.shards:
         return
     from trainwright.distributed import fsdp
@@ -212,7 +212,7 @@ def check_shards(trainer: TrainerLike) -> None:
 
 
 def place_all(trainer: TrainerLike, *beside: Any) -> None:
-    """Move the model, a loss module and frozen modules to the device, in place; a model in shards shard by shard."""
+    """Move the model, a loss module and frozen modules to the device, in place; a sharded model shard by shard."""
     settings: Any = trainer.parallel
     if settings.shards:
         from trainwright.distributed.fsdp import shard
@@ -232,7 +232,7 @@ def place_all(trainer: TrainerLike, *beside: Any) -> None:
 
 
 def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> dict[str, nn.Module]:
-    """Check `frozen=`: modules by name, none of them a part of the model."""
+    """Check `frozen=`: modules by name that are not submodules of the model."""
     if frozen is None:
         return {}
     if not isinstance(frozen, Mapping):
@@ -253,7 +253,7 @@ def checked_frozen(frozen: Mapping[str, nn.Module] | None, model: nn.Module) -> 
 
 
 def check_closures(trainer: TrainerLike) -> None:
-    """Refuse an optimizer that evaluates the loss itself in a Trainer with the default update."""
+    """Refuse an optimizer that needs a closure, such as LBFGS, with the default update."""
     if trainer._hooks.has_custom_update:
         return
     for name, optimizer in trainer.optimizers.items():
@@ -270,7 +270,7 @@ def check_closures(trainer: TrainerLike) -> None:
 def _needs_a_closure(optimizer: Any) -> bool:
     step, given = optimizer.step, []
     if inspect.unwrap(step) is inspect.unwrap(type(optimizer).step):
-        # A torch scheduler puts a wrapper of the unbound function on the optimizer: `self` would count as missing.
+        # A torch scheduler wraps the unbound `step` of the optimizer: `self` would count as a missing argument.
         step, given = type(optimizer).step, [optimizer]
     try:
         inspect.signature(step).bind(*given)

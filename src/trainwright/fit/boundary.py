@@ -1,4 +1,4 @@
-"""The work between two updates, when something is due: validate, compare with the best, report, save."""
+"""The work between two updates: validate, compare with the best, report, save."""
 
 from __future__ import annotations
 
@@ -30,15 +30,15 @@ if TYPE_CHECKING:
 
 
 class Boundary:
-    """The work at a boundary, where the loop stops between two updates: the steps of `Trainer._between_updates`.
+    """The steps of `Trainer._between_updates`: the work at a boundary between two updates.
 
-    It also sets `Run.next_boundary`, the update after which the loop stops next.
+    Also sets `Run.next_boundary`, the update at which the loop calls them next.
     """
 
     checkpoints: RunCheckpoints | None = None
-    """Saves what is due; None before `start`, and where the checkpoint slot is empty."""
+    """The checkpoints of the run; None before `start`, and without a checkpoint slot."""
     reporter: ValidationReporter | None = None
-    """Reports rows of the history to observers; None where none listens."""
+    """Reports rows of the history to observers; None without observers."""
     epoch_ended = False
     """Whether this is the end of an epoch."""
     at_start = False
@@ -54,9 +54,9 @@ class Boundary:
         """Whether early stopping holds a copy of the best weights."""
         self.clock = RunClock(run.counters, ends)
         self._requests_save = self._save_is_requested = False
-        """Whether `save()` was called on this rank; whether a checkpoint is due because it was called on any."""
+        """Whether `save()` was called on this rank; whether it was called on any rank, so that a save is due."""
         self._inspectors: list[Inspector] = []
-        """Measure the run between updates, for observers."""
+        """Measure the run at boundaries, for observers."""
 
     def start(self, *, resumed: bool) -> None:
         """Start clocks and triggers, after loading."""
@@ -66,7 +66,7 @@ class Boundary:
         self.clock.start()
         self._validates = Trigger(self.ends.validate, counters, of="validate")
         self._triggers = [self._validates] if self.val else []
-        """Whatever is due after a number of updates or seconds."""
+        """Triggers of all work that is due after a number of updates or seconds."""
         if self.ends.max_updates is not None:
             self._triggers.append(Trigger(Updates(self.ends.max_updates), counters, of="max_updates"))
         if self.ends.max_seconds is not None:
@@ -83,13 +83,13 @@ class Boundary:
         if run.rank_sync is not None:
             run.rank_sync.start()
         self._continue()
-        if self.checkpoints is not None:  # it reserves memory for a copy of the state when that has its full size
+        if self.checkpoints is not None:  # after the first update it reserves memory: the state then has its full size
             run.next_boundary = min(run.next_boundary, counters.updates + 1)
 
     # The steps, in their order.
 
     def begin(self, *, epoch_ended: bool) -> None:
-        """Bring the counters up to date, find out whether an end is reached, and measure what observers ask for."""
+        """Update the counters, check whether an end is reached, and run the inspectors of observers."""
         run, counters = self.run, self.counters
         run.rollback.phase, run.boundary_requested = BETWEEN, False
         run.strategy.flush()
@@ -102,7 +102,7 @@ class Boundary:
         run.optimizer_steps.record_used_lrs()
         self.epoch_ended, self.at_start = epoch_ended, counters.interrupted_validation == "start"
         if epoch_ended and not counters.interrupted_validation:
-            # Otherwise this epoch was counted before its validation was interrupted: the run resumed there.
+            # Else the run resumed at an interrupted validation, and this epoch is counted already.
             self._count_epoch()
         counters.last_boundary = counters.updates
         if self.checkpoints is not None:
@@ -112,7 +112,7 @@ class Boundary:
             inspector.at_boundary(epoch_ended=epoch_ended)
 
     def _count_epoch(self) -> None:
-        """Count an epoch that is over, for all that counts epochs."""
+        """Count a finished epoch: in the counters, the lengths, the schedules and the average."""
         run, counters = self.run, self.counters
         if self.trainer._hooks.has_custom_update:
             run.check_epoch()
@@ -124,7 +124,7 @@ class Boundary:
             run.weights.average.epoch_ended(counters.updates, counters.epoch)
 
     def _sync_ranks(self, rank_sync: RankSync) -> None:
-        """Exchange the requests of all ranks, and take the clock of rank 0."""
+        """Exchange the requests of all ranks, and adopt the clock of rank 0."""
         self.clock.update_alone()
         requests = self._exchange(rank_sync)
         self.clock.agree(requests.seconds)
@@ -133,7 +133,7 @@ class Boundary:
             self.run.signals.obey(requests.signal)
 
     def _exchange(self, rank_sync: RankSync) -> Requests:
-        """Exchange the requests of all ranks; take over those to stop and to save."""
+        """Exchange the requests of all ranks; apply requests to stop and to save."""
         requests = rank_sync.join(signal=self.run.signals.received, save=self._requests_save)
         self._requests_save, self._save_is_requested = False, self._save_is_requested or requests.save
         if requests.stop:
@@ -141,25 +141,25 @@ class Boundary:
         return requests
 
     def sync_signals(self) -> None:
-        """Stop all ranks if any of them has received a signal since the last exchange."""
+        """Stop all ranks if any rank has received a signal since the last exchange."""
         if self.run.rank_sync is not None:
             requests = self._exchange(self.run.rank_sync)
             if requests.signal:
                 self.run.signals.obey(requests.signal)
 
     def validation_is_due(self) -> bool:
-        """Whether to validate now: the duration has passed, or a planned end is reached; once at an update."""
+        """Whether to validate now: the duration has passed or a planned end is reached. At most once per update."""
         due = self._validates.fires(self.counters, epoch_ended=self.epoch_ended) or bool(self.clock.planned_end())
         interrupted = self.counters.interrupted_validation in ("start", "update", "epoch")
-        return bool(self.val) and self.counters.validated != self.counters.updates and (due or interrupted)
+        return bool(self.val) and self.counters.validated_at != self.counters.updates and (due or interrupted)
 
     def validate(self, *, final: bool = False) -> dict[str, float]:
-        """Return the numbers of every set of validation data; `final`: only because the run ends early."""
+        """Return the numbers of all validation sets. `final`: the validation at an early end."""
         record, signals = self.record, self.run.signals
         record.evaluation.errors, record.evaluation.read_batches = {}, signals.batches
         inside = "start" if self.at_start else "update"
         self.counters.interrupted_validation = "final" if final else "epoch" if self.epoch_ended else inside
-        # No rank may leave a validation alone: with several a signal waits for its end and the next exchange.
+        # No rank may leave a validation alone: with several ranks a signal waits until the next exchange.
         several = signals.held() if self.run.rank_sync is not None else nullcontext()
         try:
             with several:
@@ -170,7 +170,7 @@ class Boundary:
         return self.trainer.world.broadcast(numbers)
 
     def _numbers_of_hook(self) -> dict[str, float]:
-        """Return the numbers that the user's `evaluate` gives; TypeError for one that returns no dict, such as None."""
+        """Return the numbers of the user's `evaluate`. TypeError if it does not return a dict."""
         numbers: dict[str, float] = {}
         for name, source in self.val.items():
             measured: Any = self.trainer.evaluate(source, name=name)
@@ -184,16 +184,16 @@ class Boundary:
 
     @property
     def ends_inside_epoch(self) -> bool:
-        """Whether a planned end is inside an epoch whose numbers are in no row yet."""
+        """Whether a planned end is inside an epoch whose numbers are not in the history yet."""
         return bool(self.clock.planned_end()) and self._lacks_row
 
     def add_row(self, numbers: Mapping[str, float] | None) -> dict[str, float]:
-        """Append a row to the history: the epoch's training numbers so far, and those of the validation."""
+        """Append a row to the history and return it: training numbers of the epoch so far, and validation numbers."""
         row = self._row(numbers)
         if self.epoch_ended:
             self.run.tracker.reset()
         if numbers is not None:
-            self.counters.validated = self.counters.updates
+            self.counters.validated_at = self.counters.updates
         self.history.append(row)
         return row
 
@@ -204,7 +204,7 @@ class Boundary:
             "epoch": counters.earlier_epochs + counters.epoch,
             "update": counters.earlier_updates + counters.updates,
         }
-        if self.at_start:  # nothing is trained yet, and no rate is used
+        if self.at_start:  # nothing is trained yet, and no learning rate was used
             return {**place, **(numbers or {})}
         tracker.merge(world)
         trained = world.broadcast((tracker.means() or self._last_training_numbers()) if world.is_main else {})
@@ -216,7 +216,7 @@ class Boundary:
         }
 
     def _last_training_numbers(self) -> dict[str, float]:
-        """Return the training numbers of the last row, for a run that is stopped between two epochs."""
+        """Return the training numbers of the last row, for a run that stops between two epochs."""
         last = self.history[-1] if self.history else {}
         return {
             name: value
@@ -225,33 +225,33 @@ class Boundary:
         }
 
     def judge(self, row: Mapping[str, float], *, validated: bool) -> tuple[bool, bool]:
-        """Give the row to early stopping, checkpoints and schedules; return whether it is the best, and to be saved."""
+        """Pass the row to early stopping, checkpoints and schedules; return (is the best, is to be saved)."""
         where = {"epoch": int(row["epoch"]), "update": int(row["update"])}
-        best = save_due = False
+        is_best = save_due = False
         stopper, manager = self.early_stopper, self.manager
         if stopper is not None and self._concerns(stopper.settings.monitor, row, validated=validated):
-            best = save_due = stopper.judge(row, self.record.evaluation.errors, **where)
-            if best:
+            is_best = save_due = stopper.judge(row, self.record.evaluation.errors, **where)
+            if is_best:
                 stopper.weights = self._best_weights() if self.copies_best else None
             self.counters.stopped = self.counters.stopped or stopper.stopped
         monitor = None if manager is None else manager.settings.best
         if manager is not None and monitor and self._concerns(monitor, row, validated=validated):
             save_due = manager.judge(row, **where) or save_due
             if stopper is None:
-                best = manager.best is not None and manager.best.update == where["update"]
+                is_best = manager.best is not None and manager.best.update == where["update"]
         if (validated or not self.val) and not self.at_start:  # each validation, or each epoch without one
             for schedule in self.run.schedules.values():
                 schedule.observe(row)
-        return best, save_due
+        return is_best, save_due
 
     def _concerns(self, monitor: str, row: Mapping[str, float], *, validated: bool) -> bool:
-        """Whether a row is one to judge `monitor` by: validations for `val_...`, any row for training numbers.
+        """Whether `monitor` is compared at this row: validations for `val_...`, any row for training numbers.
 
-        Numbers that only an `evaluate` of the user's own gives are in the rows of validations. The row before the first
-        update may become the best, and never uses up patience.
+        Numbers of a custom `evaluate` are in validation rows alone. The row before the first update may become the best
+        and never uses up patience.
         """
         if self.at_start:
-            # A checkpoint of this update is there after an earlier stage, with the average in which that one ended.
+            # After an earlier stage that averaged, a checkpoint of this update exists, with other (averaged) weights.
             averaged_before = self.manager is not None and self.counters.earlier_updates and self.run.weights.differs
             return not averaged_before and not math.isnan(row.get(monitor, math.nan))
         trained = monitor in row or not self.trainer._hooks.overrides_evaluate
@@ -265,28 +265,28 @@ class Boundary:
             return copied_weights(self.trainer.model, self.early_stopper.weights, without=left_out)
 
     def end_epoch(self, row: Mapping[str, float]) -> None:
-        """Call the user's `end_epoch`, which may stop the run on one rank alone."""
+        """Call the user's `end_epoch`, then exchange requests: it may stop the run on one rank alone."""
         assert self.trainer._hooks.end_epoch is not None
         self.trainer._hooks.end_epoch(dict(row))
         if self.run.rank_sync is not None:
             self._exchange(self.run.rank_sync)
 
     def validate_early_end(self) -> None:
-        """Validate at an early end at which no validation was due, apart from all that a resumed run reads.
+        """Validate at an early end of the run, unless this update was validated already.
 
-        History, early stopping, the best and Plateau do not see these numbers, and `validated` does not count them: a
-        run that is resumed from here, and validates at the same update, is then the run that never ended.
+        The numbers go to `Result.final_validation` alone. History, early stopping, the best, Plateau and `validated_at`
+        do not get them. So a run that is resumed here equals a run that never ended.
         """
-        measured = self.counters.validated == self.counters.updates if self.val else not self._lacks_row
+        measured = self.counters.validated_at == self.counters.updates if self.val else not self._lacks_row
         if self.clock.planned_end() or measured:
             return
         numbers = self.validate(final=True) if self.val else None
         self.record.outcome.final_validation = row = self._row(numbers)
         if self.reporter is not None:
-            self.reporter.report(row, best=False, validated=bool(self.val), final=True)
+            self.reporter.report(row, is_best=False, validated=bool(self.val), final=True)
 
     def save(self, *, save_due: bool, validated: bool) -> None:
-        """Save, where a save is due: `every`, one of the best (`save_due`), a request, or the end of the run."""
+        """Save if a save is due: by `every`, for a best value (`save_due`), by request, or at the end of the run."""
         self.clock.update()
         if self.checkpoints is None:
             return
@@ -300,35 +300,35 @@ class Boundary:
             self.checkpoints.report()
 
     def _save_at_the_end(self, checkpoints: RunCheckpoints) -> None:
-        """Begin the save that must succeed; `fit` raises its error once the model holds its final weights."""
+        """Begin the save at the end, which must succeed; `fit` raises its error after loading the final weights."""
         try:
             checkpoints.save()
         except CheckpointError as failed:  # the state cannot be encoded
             self.record.outcome.save_error = failed
 
     def end(self) -> None:
-        """Set the update after which the loop comes back."""
+        """Set the update of the next boundary."""
         self.run.optimizer_steps.clear_used_lrs()
         self._continue()
 
-    # The update at which they come next.
+    # The update of the next boundary.
 
     def _continue(self) -> None:
-        """Set the update after which the loop comes back: at once, where it was woken meanwhile."""
+        """Set the update of the next boundary: the next update if `wake` was called meanwhile."""
         run, updates = self.run, self.counters.updates
         dues = [trigger.next_update(self.counters) for trigger in self._triggers]
         dues += [inspector.next_update() for inspector in self._inspectors]
         if run.rank_sync is not None:  # all ranks stop at the same updates
             dues = [run.rank_sync.at, *[due for due in dues if due > updates]]
         run.next_boundary = min(dues, default=math.inf)
-        # By a hook, or the thread that saves; read last: no call is lost.
+        # `wake` may be called by a hook or the writer thread. Read last, so that no call is lost.
         if run.boundary_requested and run.rank_sync is None:
             run.next_boundary = 0
         for inspector in reversed(self._inspectors):  # clocks start last
             inspector.after_boundary()
 
     def request_save(self) -> None:
-        """Have the loop save after the update in progress."""
+        """Request a save after the update in progress. SettingError without a checkpoint slot."""
         if self.manager is None:
             raise SettingError("save() without a checkpoint slot", fix='checkpoint=Checkpoint("runs/x")')
         self._requests_save, self._save_is_requested = True, self._save_is_requested or self.run.rank_sync is None
@@ -336,7 +336,7 @@ class Boundary:
 
     @property
     def _lacks_row(self) -> bool:
-        """Whether updates of the current epoch are in no row of the history yet."""
+        """Whether the history lacks a row for the last update of the current epoch."""
         update = self.counters.earlier_updates + self.counters.updates
         return self.counters.batch > 0 and not (self.history and self.history[-1]["update"] == update)
 
@@ -350,8 +350,8 @@ class ValidationReporter:
         self._on_validate, self._on_epoch = listeners(observers, "on_validate"), listeners(observers, "on_epoch")
         self._last_time, self._last_rows = time.perf_counter(), boundary.counters.rows
 
-    def report(self, row: Mapping[str, float], *, best: bool, validated: bool, final: bool = False) -> None:
-        """Report a row of the history, with the speed since the last report."""
+    def report(self, row: Mapping[str, float], *, is_best: bool, validated: bool, final: bool = False) -> None:
+        """Report a row of the history, with time and rows since the last report."""
         boundary, counters, stopper = self._boundary, self._boundary.counters, self._boundary.early_stopper
         now = time.perf_counter()
         seconds, rows = now - self._last_time, counters.rows - self._last_rows
@@ -359,17 +359,17 @@ class ValidationReporter:
             epoch=int(row["epoch"]),
             update=int(row["update"]),
             metrics=dict(row),
-            best=best,
+            best=is_best,
             waited=0 if stopper is None else stopper.waited,
             patience=0 if stopper is None else stopper.settings.patience,
             seconds=seconds,
             rows=rows,
-            waiting=min(1.0, self._run.waited / seconds) if seconds else 0.0,
+            waiting=min(1.0, self._run.data_seconds / seconds) if seconds else 0.0,
             skipped=counters.skipped,
             notes=boundary.record.path.take_news(),
             final=final,
         )
-        self._last_time, self._last_rows, self._run.waited = now, counters.rows, 0.0
+        self._last_time, self._last_rows, self._run.data_seconds = now, counters.rows, 0.0
         if validated:
             for notify in self._on_validate:
                 notify(record)
@@ -379,44 +379,44 @@ class ValidationReporter:
 
 
 class RunClock:
-    """Counts the seconds of a stage, over all of its sessions, and compares the counters with the ends of the `fit`.
+    """Counts the seconds of a stage over all of its sessions, and compares the counters with the ends of the `fit`.
 
-    Several ranks agree on the seconds of rank 0 at each exchange of requests, and read these until the next one: so all
-    of them reach `max_seconds` at the same update.
+    Several ranks use the seconds of rank 0 at the last exchange of requests, so that all reach `max_seconds` at the
+    same update.
     """
 
     def __init__(self, counters: Counters, ends: Ends) -> None:
         self._counters, self._ends = counters, ends
         self._agreed: float | None = None
-        """The seconds of rank 0 at the last exchange; None for one process."""
+        """The seconds of rank 0 at the last exchange; None for one rank."""
 
     def start(self) -> None:
-        """Start, after loading: the seconds of earlier sessions count."""
+        """Start the clock after loading: the seconds of earlier sessions count."""
         self._began = time.perf_counter() - self._counters.seconds
 
     def update(self) -> None:
-        """Bring the counted seconds up to now; of several ranks, to the last exchange."""
+        """Set the counted seconds to now; with several ranks, to the last exchange."""
         self._counters.seconds = time.perf_counter() - self._began if self._agreed is None else self._agreed
 
     def update_alone(self) -> None:
-        """Bring the counted seconds up to now by the clock of this rank, before an exchange."""
+        """Set the counted seconds to now by the clock of this rank. Called before an exchange."""
         self._agreed = None
         self.update()
 
     def agree(self, seconds: float) -> None:
-        """Take over the seconds of rank 0."""
+        """Adopt the seconds of rank 0."""
         self._began -= seconds - self._counters.seconds
         self._agreed = seconds
 
     def end_reached(self) -> str:
-        """Return which end of the `fit` is reached, or an empty string."""
+        """Return the end of the `fit` that is reached, such as "epochs=3 reached"; else an empty string."""
         limit = self._ends.max_seconds
         if limit is not None and self._counters.seconds >= limit:
             return self.planned_end() or f"max_seconds={limit:g} reached"
         return self.planned_end()
 
     def planned_end(self) -> str:
-        """Return which end of the `fit` is reached that is known beforehand, or an empty string."""
+        """Return the end in updates or epochs that is reached; else an empty string."""
         counters, ends = self._counters, self._ends
         if ends.max_updates is not None and counters.updates >= ends.max_updates:
             return f"max_updates={ends.max_updates} reached"

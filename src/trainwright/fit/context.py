@@ -1,4 +1,4 @@
-"""Enter a `fit` (plan, bind, load, begin) and leave it (save, restore, report)."""
+"""Enters a `fit` (plan, bind, load, begin) and leaves it (save, restore, report)."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.boundary import Boundary
 from trainwright.fit.opening import open_data
-from trainwright.fit.plan import Ends, Resume, check_watched, make_plan, watched_numbers
+from trainwright.fit.plan import Ends, ResumeArguments, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.record import NOT_RUNNING
 from trainwright.fit.result import FitEnd
-from trainwright.fit.resume import StartPlan, plan_resume
+from trainwright.fit.resume import FitStart, choose_start
 from trainwright.fit.rollback import ENDED, ends_in, rescue
 from trainwright.fit.run import UPDATE_GRACE, Run
 from trainwright.fit.saving import gather_state, parts_of
@@ -49,34 +49,36 @@ from trainwright.update.trainer_like import TrainerLike, active_observers, free_
 
 
 class FitContext:
-    """Enter and leave one `fit`: `with FitContext(trainer, train, val, ...) as (run, boundary)`.
+    """Context of one `fit`: `with FitContext(trainer, train, val, ...) as (run, boundary)`.
 
-    `__enter__` installs the signal handlers and calls `_open`: `_bind` makes, checks and loads all that the run needs,
-    and raises every error of a setting, before the first update; `_call_on_fit_start` calls the observers.
+    `__enter__` installs the signal handlers and calls `_open`. `_bind` builds, checks and loads everything that the run
+    needs, and raises all errors of settings. `_call_on_fit_start` calls the observers.
 
-    `__exit__` calls `_finish`: `_finish_normally` waits for the last save and loads the weights that `fit` promises;
-    `_finish_after_error`, in its place or where it fails, saves what is complete; `_emit_result` calls `on_fit_end` and
-    raises the error of the fit. At last all that entering has switched is undone, and the signal handlers are removed.
-    An error between `on_fit_start` and the loop takes the same way; an earlier one is only undone.
+    `__exit__` calls `_finish`. `_finish_normally` waits for the last save and loads the final weights. After an error,
+    its own included, `_finish_after_error` saves the complete state. `_emit_result` calls `on_fit_end` and raises the
+    error of the fit. Then all switches are undone and the signal handlers removed.
+
+    An error between `on_fit_start` and the loop is handled by `_finish` too. After an earlier error the switches are
+    undone, and nothing else.
     """
 
     def __init__(
-        self, trainer: TrainerLike, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: Resume
+        self, trainer: TrainerLike, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: ResumeArguments
     ) -> None:
         self._trainer, self._data, self._ends, self._resume = trainer, (train, val, batch_size), ends, resume
         grace = UPDATE_GRACE if trainer.checkpoint is None else trainer.checkpoint.grace
         self._signals = Signals(grace=grace, alone=trainer.world.size == 1)
         self._result_before = trainer.result
         self._started: list[Observer] = []
-        """The observers whose `on_fit_start` has returned."""
+        """Observers whose `on_fit_start` has returned."""
         self._refused: dict[Path, str] = {}
-        """Checkpoints of which a part could not be loaded, and why: an older one is resumed instead."""
+        """Checkpoints with a part that could not be loaded, each with the reason; an older one is resumed instead."""
 
     # Enter.
 
     def __enter__(self) -> tuple[Run, Boundary]:
         try:
-            with ExitStack() as undo:  # undone here where entering fails
+            with ExitStack() as undo:  # undone here if entering fails
                 undo.enter_context(self._signals.installed())
                 self._open(undo)
                 self._undo = undo.pop_all()
@@ -104,7 +106,7 @@ class FitContext:
             undo.enter_context(self._run.watching_steps())
 
     def _bind_to_newest(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
-        """Bind the run; with `resume="auto"` an older checkpoint replaces a newest one that no part can load."""
+        """Bind the run. With `resume="auto"`, try an older checkpoint if the newest one cannot be loaded."""
         while True:
             try:
                 with ExitStack() as trial:
@@ -115,32 +117,32 @@ class FitContext:
                 self._refuse(error)
 
     def _refuse(self, error: DamagedError) -> None:
-        """Record that a checkpoint cannot be loaded; CheckpointError where no older one may be tried."""
+        """Record that a checkpoint cannot be loaded. CheckpointError if no older one may be tried."""
         path = Path(error.origin)
-        again = error.early or self._trainer._hooks.begin_epoch is None  # that hook may not run twice per epoch
+        again = error.early or self._trainer._hooks.begin_epoch is None  # `begin_epoch` must not run twice per epoch
         if self._resume.where != "auto" or path in self._refused or self._trainer.world.size > 1 or not again:
             raise CheckpointError(str(error)) from error.__cause__
         self._refused[path] = str(error)
 
     def _bind(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
-        """Plan, bind, check and load everything that the fit needs, in this order; `undo` takes it back."""
+        """Plan, bind, check and load everything that the fit needs, in this order; `undo` reverts it."""
         trainer, ends, resumes = self._trainer, self._ends, self._resume.where is not None
-        # 1. The ranks agree that they were given the same.
+        # 1. All ranks have the same configuration.
         if trainer.world.size > 1 or trainer.parallel.shards:
             undo.enter_context(among_ranks(trainer))
         if trainer.world.size > 1:
             check_same_config(trainer, source, val, ends=ends, resumes=resumes)
-        # 2. The stage starts: counters, rates and weights are those from which it is planned.
+        # 2. The stage starts: it sets the counters, rates and weights that the plan is made with.
         start_stage(trainer, undo, resumes=resumes, epochs=ends.epochs)
         plan = make_plan(trainer, source, val, ends=ends, notes=self._switch(source, val, undo))
         run = self._run = Run(trainer, source, plan, signals=self._signals)
-        # 3. A checkpoint is read, and the start is planned from it.
+        # 3. A checkpoint is read, and the start is chosen by it.
         manager = loaded = None
         if trainer.checkpoint is not None:
             manager, loaded = self._open_directory(trainer.checkpoint, undo)
         elif self._resume.where is not None:
             raise without_slot(self._resume.where)
-        start = plan_resume(trainer, loaded, self._resume) if resumes else StartPlan()
+        start = choose_start(trainer, loaded, self._resume) if resumes else FitStart()
         if manager is not None and loaded is not None:
             manager.adopt(loaded)
         # 4. The trainer refers to the run: hooks of the user run from here on.
@@ -148,13 +150,13 @@ class FitContext:
         trainer._bind_run(run, boundary)
         undo.callback(_release_run, trainer, run)
         run.weights.start()
-        # 5. The model gets the layers that it had, and one validation batch runs with them.
+        # 5. `begin_epoch` gives the model the layers that it had at the save; one validation batch runs with them.
         for epoch in range(start.begun_epochs):
             trainer._counters.epoch = epoch
             run.begin_epoch(epoch)
         if not start.already_finished:
             _rehearse(trainer, run, val)
-        # 6. The state is loaded, and it is known to be savable.
+        # 6. The state is loaded, and checked to be savable.
         lines = [*start.lines, *start.execute(trainer, boundary)]
         if start.origin:
             align_state(trainer.optimizers.values())
@@ -167,7 +169,7 @@ class FitContext:
         boundary.start(resumed=start.origin != "")
 
     def _switch(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> tuple[str, ...]:
-        """Set grad mode, precision, module modes and faster kernels until the end of the fit; return header lines."""
+        """Set grad mode, precision, module modes and faster kernels for the fit; return header lines."""
         trainer, notes = self._trainer, []
         undo.enter_context(reset_grad_and_autocast(trainer.device.type))
         if trainer.precision is not None:
@@ -181,10 +183,10 @@ class FitContext:
         return (*trainer._record.notes, *notes, *speed_up(trainer, source, val, undo=undo))
 
     def _open_directory(self, settings: Checkpoint, undo: ExitStack) -> tuple[CheckpointManager, Loaded | None]:
-        """Bind the checkpoint slot, and read the checkpoint that is resumed."""
+        """Bind the checkpoint slot; read the checkpoint to resume. Return the manager and the checkpoint, or None."""
         trainer, resume = self._trainer, self._resume.where
         manager = settings.bind(trainer._record.run_id, world=trainer.world)
-        # A second Ctrl-C does not wait for the save in flight; after a first one nothing is.
+        # A second Ctrl-C does not wait for the save in flight. After a first one none is in flight.
         undo.push(lambda kind, *_: manager.release(wait=kind is not KeyboardInterrupt))
         manager.prepare(resuming=resume is not None)
         if resume is None:
@@ -192,7 +194,7 @@ class FitContext:
         loaded = load_checkpoint(
             resume,
             settings.directory,
-            run=manager.run_id,  # of an earlier fit of this trainer; a new one matches none: then the only run is taken
+            run=manager.run_id,  # of an earlier fit of this trainer; a new id matches none: the only run is loaded
             device=homes(trainer.model, trainer.device),
             world=trainer.world,
             lazy_shards=is_sharded(*trainer.model.parameters()),
@@ -201,7 +203,7 @@ class FitContext:
         return manager, loaded
 
     def _call_on_fit_start(self) -> None:
-        """Call `on_fit_start` of all observers; from here on the fit is not refused any more."""
+        """Call `on_fit_start` of all observers. From here on the fit counts as begun."""
         error: BaseException | None = None
         for observer in active_observers(self._trainer):
             try:
@@ -225,10 +227,10 @@ class FitContext:
         except BaseException as ending:
             if ending is not error:
                 raise
-            ending.__traceback__ = tb  # it propagates as it came, without the frames of this method
+            ending.__traceback__ = tb  # without the frames of this method
 
     def _finish(self, raised: BaseException | None) -> None:
-        """Save, restore, report; raise the error in which the fit ends, if any."""
+        """Save, restore and report; raise the error that ends the fit, if any."""
         ending: BaseException | None = None
         failed = raised
         if failed is None:
@@ -241,7 +243,7 @@ class FitContext:
         self._emit_result(ending)
 
     def _finish_normally(self) -> CheckpointError | None:
-        """Wait for the last save and restore the weights that `fit` promises; return the error of that save."""
+        """Wait for the last save and load the final weights; return the error of that save, or None."""
         trainer, run, boundary, record = self._trainer, self._run, self._boundary, self._trainer._record
         outcome = record.outcome
         run.rollback.phase = ENDED
@@ -256,7 +258,7 @@ class FitContext:
         return outcome.save_error
 
     def _finish_after_error(self, raised: BaseException) -> BaseException:
-        """Save the complete state that an error or a signal leaves, and return the exception that `fit` raises."""
+        """Save the last complete state after an error or a signal; return the exception that `fit` raises."""
         trainer, run, boundary, record = self._trainer, self._run, self._boundary, self._trainer._record
         save_error = record.outcome.save_error
         run.first_batch.close()
@@ -283,7 +285,7 @@ class FitContext:
         return ending
 
     def _first_error(self, error: BaseException) -> BaseException:
-        """Return `error`, or a non-finite number of an update before it, whose check was deferred until now."""
+        """Return `error`, or the NonFiniteError of an earlier update whose check was deferred."""
         run = self._run
         if run.signals.received and isinstance(error, KeyboardInterrupt):
             return error
@@ -294,10 +296,10 @@ class FitContext:
         return error
 
     def _emit_result(self, error: BaseException | None) -> None:
-        """Make the Result, call `on_fit_end` of the observers, and raise the error in which the fit ends.
+        """Set `trainer.result`, call `on_fit_end` of the observers, and raise the error that ends the fit.
 
-        An observer that fails is a note on that error; where there is none, the first failure is raised, after all
-        observers were called. A second Ctrl-C ends it at once.
+        The failure of an observer becomes a note on that error. Without an error, the first failure is raised after all
+        observers were called. A second Ctrl-C is raised at once.
         """
         trainer, record, result = self._trainer, self._trainer._record, FitEnd(self._boundary).make_result()
         if record.has_begun:
@@ -314,7 +316,7 @@ class FitContext:
             raise error
 
     def _end_by_signal(self, interrupted: Interrupted) -> BaseException:
-        """Return what `fit` raises for a signal that came while it was made ready, or after its end."""
+        """Return the exception that `fit` raises for a signal before its loop or after its end."""
         trainer = self._trainer
         ending, reason = ends_in(interrupted, grace=self._signals.grace)
         if trainer.result is not None and trainer.result is not self._result_before:
@@ -323,25 +325,25 @@ class FitContext:
 
 
 def _await_last_save(boundary: Boundary) -> CheckpointError | None:
-    """Wait for the save at the end, which must succeed; return its error where it has failed."""
+    """Wait for the save at the end, which must succeed; return its error, or None."""
     checkpoints, lost = boundary.checkpoints, boundary.record.outcome.save_error
     if checkpoints is None:
         return None
     try:
         checkpoints.report(wait=True)
     except CheckpointError as failed:
-        checkpoints.report()  # of those before it that are complete
+        checkpoints.report()  # earlier saves that are complete
         return lost or failed
-    if lost is not None:  # it could not be encoded, and says nothing of those before
+    if lost is not None:  # an error in encoding, without a word on earlier saves
         newest = next(iter(checkpoints.manager.saved), None)
         known = "there is no complete checkpoint of this run" if newest is None else f"the newest is {newest}"
         lost.add_note(f"{NOTE}the state at the end is not saved; {known}")
-    failing = checkpoints.manager.failing  # a manager of the user's own that does not raise
+    failing = checkpoints.manager.failing  # of a custom manager that does not raise
     return lost or (CheckpointError(failing) if failing else None)
 
 
 def _with_failure(error: BaseException | None, failed: BaseException, call: str) -> BaseException:
-    """Return the error to raise: the first one, with a note on a later failure of an observer."""
+    """Return the first error, with a note on a later failure of an observer; the failure if there is no error."""
     if error is None:
         return failed
     place = traceback.extract_tb(failed.__traceback__)[-1]
@@ -350,7 +352,7 @@ def _with_failure(error: BaseException | None, failed: BaseException, call: str)
 
 
 def _summary(trainer: TrainerLike, result: Result) -> dict[str, Any]:
-    """Return how a stage ended, as plain data for the checkpoints of later ones."""
+    """Return the end of a stage as plain data, for the checkpoints of later stages."""
     counters, restored = trainer._counters, trainer._record.outcome.restored
     left = counters.earlier_updates + counters.updates if restored is None else restored.update
     best = None if result.best is None else {**asdict(result.best), "path": None}
@@ -359,7 +361,7 @@ def _summary(trainer: TrainerLike, result: Result) -> dict[str, Any]:
 
 
 def _release_run(trainer: TrainerLike, run: Run) -> None:
-    """Take the run from its trainer, but for the records that the next stage needs."""
+    """Remove the run from its trainer; leave the records that the next stage needs."""
     record = trainer._record
     record.schedules = tuple(run.schedules.values())
     run.strategy.close()
@@ -369,7 +371,7 @@ def _release_run(trainer: TrainerLike, run: Run) -> None:
 
 
 def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str]:
-    """Refuse a state that cannot be saved, before the first update; return header lines on inexact resumes of data."""
+    """Refuse a state that cannot be saved; return header lines on data that cannot resume exactly."""
     require_resume(run.source)
     parts, ours = trainer.parts(), parts_of(run, boundary)
     if lost := sorted(ours.keys() - (parts or {}).keys()):
@@ -393,27 +395,27 @@ def _check_saves(trainer: TrainerLike, run: Run, boundary: Boundary) -> list[str
 
 
 def _rehearse(trainer: TrainerLike, run: Run, val: Mapping[str, Source]) -> None:
-    """Run one validation batch without a trace, so that its mistakes are raised before the first update."""
+    """Run one validation batch and restore all state, so that mistakes are raised before the first update."""
     trainer._tracker.must_feed = not val and bool(trainer.metrics)
-    validated = {name: _validated_numbers(trainer, name, source) for name, source in val.items()}
+    val_numbers = {name: _val_numbers(trainer, name, source) for name, source in val.items()}
     watched = watched_numbers(trainer, [schedule.monitor for schedule in run.schedules.values()])
     if watched:
-        check_watched(trainer, watched, validated)
+        check_watched(trainer, watched, val_numbers)
 
 
-def _validated_numbers(trainer: TrainerLike, name: str, source: Source) -> set[str]:
+def _val_numbers(trainer: TrainerLike, name: str, source: Source) -> set[str]:
     """Return the names of the numbers of a validation set."""
     if not source.repeatable:
         return {f"{name}_{number}" for number in ("loss", *trainer.metrics)}
-    # An evaluation does not undo changes of buffers by its own forwards.
+    # An evaluation does not restore buffers that its forwards change.
     with Snapshot(Buffers(lambda: networks_of(trainer))):
         return set(evaluate(trainer, source, name=name, batches=1).numbers)
 
 
 def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:
-    """Start a stage; where an error comes before its loop, `undo` leaves the trainer as its last `fit` did.
+    """Start a stage. After an error before its loop, `undo` restores the trainer to the end of its last `fit`.
 
-    SettingError where a `fit` of the same trainer is under way.
+    SettingError if a `fit` of the same trainer is in progress.
     """
     last = trainer._record
     if last.is_under_way:
@@ -427,12 +429,12 @@ def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, epochs:
     if epochs == 1:
         record.notes += _note_a_loop(trainer, last_caller=last.caller)
     if trainer.world.size > 1:
-        # After the trained weights are back: averaged ones that were written to are not replaced.
+        # After the trained weights are restored: averaged weights that the user changed are not replaced.
         broadcast_weights(trainer)
 
 
 def _note_a_loop(trainer: TrainerLike, *, last_caller: str) -> tuple[str, ...]:
-    """Return the header's line, once, where `fit(epochs=1)` is called in a loop and a slot starts again each time."""
+    """Return a header line, once, if `fit(epochs=1)` is called in a loop and a slot restarts with each call."""
     record, line = trainer._record, user_line()
     restarted = [name for name in ("schedule", "early_stopping") if getattr(trainer, name) is not None]
     record.caller = last_caller if last_caller == "-" else line
@@ -445,16 +447,16 @@ def _note_a_loop(trainer: TrainerLike, *, last_caller: str) -> tuple[str, ...]:
 
 
 class LastStage:
-    """The trainer as it was before this `fit`: its record and its counters."""
+    """Record and counters of a trainer before its first `fit`, to restore after an error."""
 
     def __init__(self, trainer: TrainerLike) -> None:
         self._trainer, self._record, self._counters = trainer, trainer._record, trainer._counters.state_dict()
 
     def begin_next(self, *, resumes: bool) -> None:
-        """Prepare counters, rates and weights for the next stage. No-op: none came before."""
+        """Prepare counters, rates and weights for the next stage. No-op: there was no stage before."""
 
     def leave(self, kind: Any, error: BaseException | None, tb: Any) -> None:
-        """End the stage: as an `__exit__`. Restores the trainer where an error came before the loop."""
+        """End the stage, as an `__exit__`; restore the trainer after an error before the loop."""
         trainer = self._trainer
         trainer._record.is_under_way = False
         if error is not None and not trainer._record.has_begun:
@@ -467,7 +469,7 @@ class LastStage:
 
 
 class TrainedStage(LastStage):
-    """The trainer as its last `fit` left it: also the settings of its parameter groups, and its evaluation weights."""
+    """State of a trainer after an earlier `fit`: its group options and evaluation weights too."""
 
     def __init__(self, trainer: TrainerLike) -> None:
         super().__init__(trainer)
@@ -480,7 +482,7 @@ class TrainedStage(LastStage):
         self._weights = [(tensor, tensor.detach().clone()) for tensor in tensors]
 
     def begin_next(self, *, resumes: bool) -> None:
-        """Reset the counters, but for the totals; restore the rates from before a schedule and trained weights."""
+        """Reset the counters of the stage; restore the unscheduled rates and the trained weights."""
         _count_anew(self._trainer._counters, continues=self._record.failed and resumes)
         for schedule in self._record.schedules:
             schedule.restore_groups()
@@ -504,9 +506,9 @@ class TrainedStage(LastStage):
 
 
 def _count_anew(counters: Counters, *, continues: bool) -> None:
-    """Start the counters of a stage, but for the totals of earlier ones.
+    """Reset the counters for a new stage; keep the totals of earlier stages.
 
-    `continues`: it resumes after a `fit` that failed, and is the same stage once more.
+    `continues`: the `fit` resumes after a failed one, as the same stage.
     """
     fresh = Counters(
         stage=counters.stage + (not continues),
@@ -517,7 +519,7 @@ def _count_anew(counters: Counters, *, continues: bool) -> None:
 
 
 class _UndoneSchedule:
-    """Rates that `restore_groups` of a schedule had set, and that a refused fit has undone."""
+    """Group options that a schedule's `restore_groups` had set and a refused fit has reverted."""
 
     def __init__(self, groups: list[tuple[dict[str, Any], dict[str, Any]]]) -> None:
         self.changed = [
@@ -530,12 +532,12 @@ class _UndoneSchedule:
             set_option(group, key, value)
 
     def restore_groups(self) -> None:
-        """Give them to the groups once more, unless others were set by hand since."""
+        """Set the options again, unless the user has changed them since."""
         for group, key, given, value in self.changed:
             if _plain(group[key]) == value:
                 set_option(group, key, given)
 
 
 def _plain(value: Any) -> Any:
-    """Return a setting of a group, a rate in a tensor as a number."""
+    """Return an option of a group; a tensor with one element as a number."""
     return value.item() if isinstance(value, Tensor) and value.numel() == 1 else value

@@ -1,4 +1,4 @@
-"""Early stopping: end a run after `patience` validations that do not beat the best; remember where the best was."""
+"""Early stopping: ends a run after `patience` validations without a new best, and records the best."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class EarlyStopping:
     min_delta: float | str = 0.0
     restore_best: bool = True
     margin: Margin = field(init=False, repr=False, compare=False)
-    """`min_delta`, read."""
+    """`min_delta`, parsed."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "mode", resolve_mode(self.monitor, self.mode, "EarlyStopping({!r}, mode={!r})"))
@@ -52,14 +52,15 @@ class EarlyStopping:
         object.__setattr__(self, "margin", _margin(self.min_delta))
 
     def bind(self) -> EarlyStopper:
-        """Make the early stopper of one `fit`."""
+        """Return the early stopper of one `fit`."""
         return EarlyStopper(self)
 
 
 class EarlyStopper:
-    """Early stopping during one `fit`: the best so far and the validations since; a part of every checkpoint.
+    """The state of early stopping during one `fit`: the best so far and the validations since. A part of checkpoints.
 
-    One of your own: a subclass that overrides `judge` or `stopped`, made by `bind` of a subclass of `EarlyStopping`.
+    To customize: subclass it, override `judge` or `stopped`, and return it from `bind` of a subclass of
+    `EarlyStopping`.
     """
 
     def __init__(self, settings: EarlyStopping) -> None:
@@ -67,20 +68,20 @@ class EarlyStopper:
         self.settings = settings
         self.mode: Mode = settings.mode
         self.best: Best | None = None
-        """The best value so far; None before the first that is a number."""
+        """The best value so far; None before the first finite one."""
         self.waited = 0
         """Validations since the best."""
         self.weights: dict[str, Tensor] | None = None
-        """The weights of the best on the host; None where a checkpoint has them."""
+        """The best weights, on the host; None if a checkpoint holds them."""
         self._error: float | None = None
-        """Its standard error."""
+        """The standard error of the best value."""
 
     def judge(
         self, metrics: Mapping[str, float], errors: Mapping[str, float] = NO_ERRORS, *, epoch: int, update: int
     ) -> bool:
-        """Judge one validation, after `epoch` finished epochs and `update` updates; return whether it is a new best.
+        """Compare one validation with the best; return whether it is a new best.
 
-        NaN never beats and never becomes the best. `errors` holds standard errors by the names of `metrics`.
+        `epoch`: finished epochs. `update`: applied updates. `errors`: standard errors by name. NaN is never the best.
         """
         monitor = self.settings.monitor
         require_monitor(monitor, metrics, "EarlyStopping")
@@ -97,7 +98,7 @@ class EarlyStopper:
 
     @property
     def stopped(self) -> str:
-        """The reason to stop, such as "val_loss did not improve on 0.1324 (epoch 12) for 5 validations", or ""."""
+        """The reason to stop, such as "val_loss did not improve on 0.1324 (epoch 12) for 5 validations"; else ""."""
         return "" if self.waited < self.settings.patience else self._reason()
 
     def _reason(self) -> str:
@@ -107,7 +108,7 @@ class EarlyStopper:
         return f"{self.settings.monitor} did not improve on {self.best.value:.4g} (epoch {self.best.epoch}) {for_long}"
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the best, its standard error, the wait, and the weights of the best where no checkpoint has them."""
+        """Return the best, its standard error, the validations since, and the best weights if held here."""
         best = None
         if self.best is not None:
             best = {name: value for name, value in asdict(self.best).items() if name != "path"}
@@ -116,7 +117,7 @@ class EarlyStopper:
         return {**watched, "best": best, "error": self._error, "waited": self.waited, "weights": weights}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Load the state of an early stopper of the same number."""
+        """Load a state. CheckpointError if it is of another number or mode."""
         check_form(tree, monitor=is_text, mode=is_text, error=is_none_or(is_number), waited=is_count)
         check_form(tree, weights=is_none_or(lambda value: isinstance(value, Mapping)), best=is_none_or(is_best))
         saved, mine = (tree["monitor"], tree["mode"]), (self.settings.monitor, self.mode)
@@ -141,13 +142,13 @@ class EarlyStopper:
 
 @dataclass(frozen=True)
 class Margin:
-    """By how much the best must be beaten: `size` x 1, x |best|, or x the standard error of the best."""
+    """The distance by which the best must be beaten: `size` times 1, |best|, or the standard error of the best."""
 
     kind: Literal["absolute", "relative", "se"]
     size: float
 
     def width(self, best: float, error: float | None) -> float:
-        """Return the distance from a best with this standard error."""
+        """Return the distance for a best value with this standard error."""
         scale = {"absolute": 1.0, "relative": abs(best), "se": error}[self.kind]
         assert scale is not None
         return self.size * scale
@@ -178,7 +179,7 @@ def _without_error(monitor: str, errors: Mapping[str, float]) -> SettingError:
 
 
 def is_best(value: object) -> bool:
-    """Whether a value is a Best as it is saved: its path changes when a directory is moved, and does not count."""
+    """Whether a value is a saved Best. Its path is not checked: it changes when a directory is moved."""
     forms = {"name": is_text, "value": is_number, "epoch": is_count, "update": is_count}
     if not isinstance(value, Mapping) or set(value) - {"path"} != set(forms):
         return False

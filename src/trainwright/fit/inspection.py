@@ -1,4 +1,4 @@
-"""Measures a run between its updates, for observers: probes, its speed, profiles, and statistics of its weights."""
+"""Measurements of a run between its updates, for observers: probes, speed, profiles, weight statistics."""
 
 from __future__ import annotations
 
@@ -33,23 +33,22 @@ if TYPE_CHECKING:
 
 
 class Inspector:
-    """Measures one run at its boundaries for one `RunObserver`, which holds the settings.
+    """Measures one run at its boundaries, with the settings of one `RunObserver`.
 
-    The loop comes to a boundary after the updates that `next_update` returns, among others. Every method is a no-op by
-    default.
+    `next_update` requests a boundary; other boundaries come too. All methods are no-ops by default.
     """
 
     def before_boundary(self) -> None:
-        """Called first, before the counters are updated."""
+        """Run first at a boundary, before the counters are updated."""
 
     def at_boundary(self, *, epoch_ended: bool) -> None:
-        """Measure, and report to the observers; the counters are up to date."""
+        """Measure, and report to the observers. The counters are up to date."""
 
     def after_boundary(self) -> None:
-        """Called last, before the next update."""
+        """Run last at a boundary, before the next update."""
 
     def next_update(self) -> float:
-        """Return the update after which the inspector is called next; infinite where it needs no call of its own."""
+        """Return the update of the next requested boundary; infinity for none."""
         return inf
 
 
@@ -66,14 +65,14 @@ def inspectors_of(run: Run) -> list[Inspector]:
 
 
 class ProbeRunner(Inspector):
-    """Calls the function of one `Probe`, and records the numbers that it returns."""
+    """Calls the function of one `Probe`, and records its numbers."""
 
     def __init__(self, probe: Probe, run: Run) -> None:
         self._probe, self._run = probe, run
         self._trigger = Trigger(probe.duration, run.counters, of="every")
 
     def at_boundary(self, *, epoch_ended: bool) -> None:
-        """Call the function where its turn has come, unless it was called before the validation was interrupted."""
+        """Call the function if it is due, and was not called before an interrupted validation."""
         run, counters = self._run, self._run.counters
         if not counters.interrupted_validation and self._trigger.fires(counters, epoch_ended=epoch_ended):
             with probe_context(run.trainer, run.source):
@@ -81,12 +80,12 @@ class ProbeRunner(Inspector):
             run.tracker.record_probe(numbers, self._probe.name)
 
     def next_update(self) -> float:
-        """Return the update of its next turn."""
+        """Return the update of the next call."""
         return self._trigger.next_update(self._run.counters)
 
 
 class SpeedMeter(Inspector):
-    """Measures the speed for one `Throughput`: the rows trained, and the time of the updates alone."""
+    """Measures rows per second for one `Throughput`; only the time of updates counts."""
 
     def __init__(self, settings: Throughput, run: Run) -> None:
         self._run, self._trainer, self._settings = run, run.trainer, settings
@@ -100,19 +99,19 @@ class SpeedMeter(Inspector):
         self.after_boundary()
 
     def before_boundary(self) -> None:
-        """Stop the clock: work between updates is no training. Sample whether the device is busy."""
+        """Stop the clock: work between updates does not count. Sample whether the device is busy."""
         if self._stream is not None:
             self._samples += 1
-            self._busy += not self._stream.query()  # does not wait
+            self._busy += not self._stream.query()  # no synchronization
         self._seconds += time.perf_counter() - self._started
-        self._waited += self._run.waited - self._waited_before
+        self._data_seconds += self._run.data_seconds - self._data_seconds_before
 
     def after_boundary(self) -> None:
         """Start the clock."""
-        self._waited_before, self._started = self._run.waited, time.perf_counter()
+        self._data_seconds_before, self._started = self._run.data_seconds, time.perf_counter()
 
     def next_update(self) -> float:
-        """Return the update of the next report; several ranks report where all pause, and never for one of them."""
+        """Return the update of the next report; infinity with several ranks, which report at shared boundaries."""
         return self._trigger.next_update(self._run.counters) if self._alone else float("inf")
 
     def at_boundary(self, *, epoch_ended: bool) -> None:
@@ -128,7 +127,7 @@ class SpeedMeter(Inspector):
             seconds=self._seconds,
             rows=counters.rows - self._rows,
             updates=counters.updates - self._updates,
-            waited=self._waited,
+            data_seconds=self._data_seconds,
             flops_per_row=flops,
             peak=peak,
             looks=self._samples,
@@ -141,26 +140,26 @@ class SpeedMeter(Inspector):
             notify(speed)
 
     def _memory(self, epoch: int) -> dict[str, int]:
-        """Return the memory of the run, measured once per epoch: that visits every tensor."""
+        """Return the memory of the run by kind. Measured once per epoch, since it visits every tensor."""
         if self._memory_epoch != epoch:
             self._memory_epoch, self._memory_sizes = epoch, memory_by_kind(self._trainer)
         return self._memory_sizes
 
     def _begin(self, rows: int, updates: int) -> None:
         self._rows, self._updates = rows, updates
-        self._seconds = self._waited = 0.0
+        self._seconds = self._data_seconds = 0.0
         self._samples = self._busy = 0
 
 
 class OperationCount:
-    """The operations per row and the peak of the devices, computed once, after the first window."""
+    """FLOPs per row and peak of the devices, computed once, after the first window."""
 
     def __init__(self, settings: Throughput, trainer: TrainerLike) -> None:
         self._settings, self._trainer = settings, trainer
         self._result: tuple[float | None, float | None, str] | None = None
 
     def per_row(self, window: Any) -> tuple[float | None, float | None, str]:
-        """Return the operations per row, the peak of all devices, and why one of them is missing."""
+        """Return FLOPs per row, the peak of all devices in FLOP/s, and the reason if one is None."""
         if self._result is None:
             self._result = self._find(window)
         return self._result
@@ -179,7 +178,7 @@ class OperationCount:
             return None, peak, f"{unknown}: Throughput(flops_per_row=...)"
         try:
             return _counted(trainer, window.batches[0]), peak, ""
-        except Exception as error:  # the model's own, which may be any: it was not written for the meta device
+        except Exception as error:  # the model may raise anything on the meta device
             why = first_line(error, 80)
             return None, peak, f"the model does not run on the meta device ({why}): Throughput(flops_per_row=...)"
 
@@ -197,14 +196,14 @@ def memory_by_kind(trainer: TrainerLike) -> dict[str, int]:
 
 
 def _size(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of tensors, of sharded ones those of this rank."""
+    """Return the bytes of tensors; for sharded tensors those of this rank."""
     tensors = list(tensors)
     local = local_shards(tensors) if is_sharded(*tensors) else tensors
     return sum(tensor.numel() * tensor.element_size() for tensor in local)
 
 
 def _why_unknown(trainer: TrainerLike, window: Any) -> str:
-    """Return why the operations per row cannot be counted; empty where they can."""
+    """Return why FLOPs per row cannot be counted; empty if they can."""
     hooks = trainer._hooks
     if hooks.overrides_training_step or hooks.overrides_compute_gradients or hooks.has_custom_update:
         return "steps of your own may call the model any number of times"
@@ -218,7 +217,7 @@ def _why_unknown(trainer: TrainerLike, window: Any) -> str:
 
 
 def _counted(trainer: TrainerLike, batch: Any) -> float:
-    """Return the operations per row: those of a forward and a backward of one batch, over its rows."""
+    """Return FLOPs per row: those of forward and backward of one batch, divided by its rows."""
     inputs, _ = batches.split(batch) if trainer.loss is not None else (batch, None)
     if isinstance(inputs, Mapping):
         flops = count_flops(trainer.model, **inputs)
@@ -230,13 +229,13 @@ def _counted(trainer: TrainerLike, batch: Any) -> float:
 
 
 class ProfileRecorder(Inspector):
-    """Records one profile of a run. All ranks pause for it, and rank 0 records."""
+    """Records one profile of a run, on rank 0. All ranks pause for it."""
 
     def __init__(self, settings: Profile, run: Run) -> None:
         self._settings, self._run, self._is_main = settings, run, run.trainer.is_main
         first = run.counters.updates + settings.after
         self._stops = [first - 1, first, first + settings.updates]
-        """The updates after which it warms up, begins and ends."""
+        """The updates after which the profile warms up, begins and ends."""
         before = run.counters.earlier_updates
         if self._is_main:
             settings.expect(before + first + 1, before=before)
@@ -254,8 +253,8 @@ class ProfileRecorder(Inspector):
         return next((stop for stop in self._stops if stop > self._run.counters.updates), inf)
 
     def after_boundary(self) -> None:
-        """Warm the profiler up one update before the profile, then begin."""
-        if self._run.counters.stopped:  # at its end, or by a checkpoint of a finished run
+        """Warm up the profiler one update before the profile, then begin it."""
+        if self._run.counters.stopped:  # the run ends, or had ended before its resume
             self._stops.clear()
         elif len(self._stops) == 3 and self._is_due():
             self._stops.pop(0)
@@ -271,17 +270,17 @@ class ProfileRecorder(Inspector):
 
 
 class WeightMeter(Inspector):
-    """Measures the weights before and after every n-th update. All ranks pause for it, and rank 0 measures."""
+    """Measures the weights before and after every n-th update, on rank 0. All ranks pause for it."""
 
     def __init__(self, settings: Statistics, run: Run) -> None:
         self._settings, self._run, self._trainer = settings, run, run.trainer
         self._on_statistics = listeners(active_observers(run.trainer), "on_statistics")
         self._before: list[tuple[str, Tensor, Tensor]] = []
-        """Name, parameter and a copy of it, where the next update is measured."""
+        """(name, parameter, copy) of each parameter, if the next update is measured."""
         self._check()
 
     def at_boundary(self, *, epoch_ended: bool) -> None:
-        """Measure after an update before which the weights were copied."""
+        """Compare the weights with their copies, and report."""
         counters, before = self._run.counters, self._before
         if not before or counters.updates % self._settings.duration.n:
             return
@@ -295,13 +294,13 @@ class WeightMeter(Inspector):
             notify(statistics)
 
     def next_update(self) -> float:
-        """Return the update before the next measured one, then that one."""
+        """Return the update before the next measured one, then the measured one."""
         updates, each = self._run.counters.updates, self._settings.duration.n
         turn = (updates // each + 1) * each
         return max(turn - 1, updates + 1)
 
     def after_boundary(self) -> None:
-        """Copy the weights where the next update is measured."""
+        """Copy the weights if the next update is measured."""
         self._before = []
         if (self._run.counters.updates + 1) % self._settings.duration.n == 0 and self._trainer.is_main:
             self._before = [(name, parameter, parameter.detach().clone()) for name, parameter in self._chosen()]
@@ -327,7 +326,7 @@ class WeightMeter(Inspector):
 
 @torch.no_grad()
 def _measured(before: list[tuple[str, Tensor, Tensor]]) -> dict[str, ParameterStatistics]:
-    """Return the statistics of each parameter; all numbers are read from the device at once."""
+    """Return the statistics of each parameter, with one transfer from the device."""
     numbers: list[Tensor | float] = []
     for _, parameter, copied in before:
         weight = parameter.detach()
@@ -358,7 +357,7 @@ def _statistics(parameter: Tensor, read: Any) -> ParameterStatistics:
 
 
 def _summary(tensor: Tensor) -> list[Tensor | float]:
-    """Return norm, largest absolute value, zeros and non-finite elements; a sparse tensor stores no zeros."""
+    """Return norm, largest absolute value, number of zeros and of non-finite elements. Sparse tensors are supported."""
     values = tensor.coalesce().values() if tensor.is_sparse else tensor
     if not values.numel():
         return [0.0, 0.0, float(tensor.numel()), 0.0]

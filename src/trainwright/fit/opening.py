@@ -1,4 +1,4 @@
-"""Open the data of a `fit` or of an evaluation, for this rank; a trainer that cannot train is refused first."""
+"""Opens the data of a `fit` or of an evaluation for this rank."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ from trainwright.update.trainer_like import Hooks, TrainerLike
 def open_data(
     trainer: TrainerLike, train: Any, val: Any, *, ends: Ends, batch_size: int | None, joins: bool = True
 ) -> tuple[Source, dict[str, Source]]:
-    """Open training data, and validation data by the prefix of their numbers: "val", or "val_<key>" of a dict.
+    """Return the training source, and the validation sources by prefix: "val", or "val_<key>" for a dict of sets.
 
-    A trainer that cannot train is refused first. `joins`: whether all ranks make this call together.
+    Refuses a trainer that cannot train. `joins`: whether all ranks make this call together.
     """
     from trainwright.data.dataloader.loader import LoaderBatches
     from trainwright.data.streams import Continuing
@@ -41,14 +41,14 @@ def open_data(
     ends.check_given()
     ends.check_validates(val)
     sets = {} if val is None else _named_sets(val)
-    # A function of the epoch may draw random numbers. Ranks join here first: a rank that is alone is found at once.
+    # A function of the epoch may draw random numbers. Ranks join first, so that a missing rank is found at once.
     with _joined_ranks(trainer) if joins and trainer.world.size > 1 else nullcontext():
         if train is None:
             source = _without_data(trainer, ends, batch_size)
         else:
             source = open_source(train, batch_size=batch_size, shuffle=True, role="train")
         held_out = {
-            # A batch size holds for validation data too, where they are rows and not batches already.
+            # A batch size applies to validation data too, unless they are batches already.
             name: open_source(data, batch_size=batch_size if batch_size and takes_batch_size(data) else None, role=name)
             for name, data in sets.items()
         }
@@ -63,7 +63,7 @@ def open_data(
 
 
 def _without_data(trainer: TrainerLike, ends: Ends, batch_size: int | None) -> Source:
-    """Return the source of `fit(None)`; SettingError where something needs data."""
+    """Return the source of `fit(None)`. SettingError if a setting or a default step needs data."""
     from trainwright.data.streams import NoData
 
     hooks, what = trainer._hooks, "fit(None): training without data"
@@ -89,13 +89,13 @@ def _limited(source: Source, most: int | None) -> Source:
 
 
 def _reads(train: Any, data: Any) -> bool:
-    """Return whether `data` are the training data, or one of several loaders that are read side by side."""
+    """Return whether `data` are the training data, or one of several loaders zipped into them."""
     return data is train or (is_together(train) and any(data is loader for loader in train.loaders.values()))
 
 
 @contextmanager
 def _joined_ranks(trainer: TrainerLike) -> Iterator[None]:
-    """A context in which several ranks are monitored and have the random state of rank 0."""
+    """Context with peer monitoring, in which all ranks have the random state of rank 0."""
     from trainwright.update.per_rank_state import position_text, rng_of_rank0
 
     with trainer.world.watch(partial(position_text, trainer)), rng_of_rank0(trainer.world):
@@ -110,11 +110,11 @@ _OWN = {
     "_tracker": LossTracker,
     "state": dict,
 }
-"""The attributes of a Trainer that a run writes to, which a subclass must not replace."""
+"""Attributes of a Trainer that a run writes to. A subclass must not replace them."""
 
 
 def _check_trainable(trainer: TrainerLike) -> None:
-    """Refuse to train where a subclass has replaced an attribute, without an optimizer, or with lazy modules."""
+    """Refuse a trainer with a replaced attribute, without an optimizer, or with lazy modules."""
     for name, kind in _OWN.items():
         if not isinstance(getattr(trainer, name), kind):
             have = f"a {type(getattr(trainer, name)).__name__}"
@@ -126,7 +126,7 @@ def _check_trainable(trainer: TrainerLike) -> None:
             "fit() without an optimizer", fix="Trainer(model, torch.optim.AdamW(model.parameters()), loss)"
         )
     if trainer.schedule is not None:
-        check_schedulers(trainer.schedule, trainer.optimizers)  # again: a torch scheduler may have been built since
+        check_schedulers(trainer.schedule, trainer.optimizers)  # again: the user may have built a torch scheduler since
     # A checkpoint, an average and the header need the shapes of all parameters.
     lazy = next((name for name, parameter in trainer.model.named_parameters() if nn.parameter.is_lazy(parameter)), None)
     if lazy is not None:
@@ -134,7 +134,7 @@ def _check_trainable(trainer: TrainerLike) -> None:
 
 
 def _check_val(train: Any, val: Any) -> None:
-    """Refuse `fit(x, y)`, `fit(data, 5)` and `fit(data, 0.2)`: a target, epochs or a share as validation data."""
+    """Refuse a target, epochs or a share as validation data: `fit(x, y)`, `fit(data, 5)`, `fit(data, 0.2)`."""
     if isinstance(val, int) and not isinstance(val, bool):
         what = f"fit(train, {val}): the second is taken as validation data"
         fix = f"fit(train, epochs={val}), or batch_size={val}"
@@ -158,7 +158,7 @@ def _check_val(train: Any, val: Any) -> None:
 def open_sets(
     trainer: TrainerLike, data: Any, name: str, *, batch_size: int | None, max_batches: int | None
 ) -> dict[str, Source]:
-    """Open data to evaluate by the prefix of its numbers: `name`, or `<name>_<key>` for each of a dict of sets."""
+    """Return the sources to evaluate, by prefix: `name`, or `<name>_<key>` for each set of a dict."""
     sets = _named_sets(data, name)
     return {
         prefix: open_one(trainer, given, prefix, batch_size=batch_size, max_batches=max_batches)
@@ -167,7 +167,7 @@ def open_sets(
 
 
 def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | None, max_batches: int | None) -> Source:
-    """Open data for one pass, of which each of several ranks runs its shard; at most `max_batches` of its batches."""
+    """Return the source for one pass, sharded over the ranks, with at most `max_batches` batches."""
     if max_batches is not None:
         check_whole(max_batches, f"max_batches={max_batches!r}")
     role = "evaluated" if role == "train" else role  # the user may have chosen that name
@@ -182,7 +182,7 @@ def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | No
 
 
 def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
-    """Return data to evaluate by the prefix of their numbers."""
+    """Return the sets to evaluate, by prefix."""
     if isinstance(data, dict):
         return _sets_of_dict(data, prefix)
     if isinstance(data, list | tuple):
@@ -191,7 +191,7 @@ def _named_sets(data: Any, prefix: str = "val") -> dict[str, Any]:
 
 
 def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
-    """Return the sets of a dict by the prefix of their numbers. A dict of arrays or tensors is one set, by column."""
+    """Return the sets of a dict, by prefix. A dict of arrays or tensors is one set, with its columns."""
     if all(isinstance(column, Tensor | np.ndarray) for column in data.values()):
         return {prefix: data}
     for name in data:
@@ -202,7 +202,7 @@ def _sets_of_dict(data: dict[Any, Any], prefix: str) -> dict[str, Any]:
 
 
 def _refuse_loaders(data: Sequence[Any], prefix: str) -> None:
-    """Refuse several loaders in a list or tuple, which is read as batches or rows."""
+    """Refuse a list or tuple of loaders: it would be read as batches or rows."""
     if data and all(isinstance(item, Batches | DataLoader) for item in data):
         kind = type(data).__name__
         raise SettingError(

@@ -1,4 +1,4 @@
-"""Plan a `fit`: its arithmetic, and the contradictions between its settings, before the first update."""
+"""Plans a `fit` before its first update: computes its arithmetic and refuses contradictory settings."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ class Ends:
             check_number(self.max_seconds, f"max_seconds={self.max_seconds!r}", above=0, what="a number of seconds")
 
     def check_given(self) -> None:
-        """Refuse a `fit` without an end. Called after the check of the data: in `fit(data, 5)` 5 means epochs."""
+        """Refuse a `fit` without an end. Called after the data check, which refuses `fit(data, 5)`."""
         if self.epochs is None and self.max_updates is None and self.max_seconds is None:
             raise SettingError("fit() without an end", want="epochs, max_updates or max_seconds", fix="epochs=10")
 
     def check_validates(self, val: Any) -> None:
-        """Refuse settings of validations where there are no validation data."""
+        """Refuse settings for validations without validation data."""
         given = {"validate_at_start": self.validate_at_start, "max_val_batches": self.max_val_batches}
         for name, value in given.items():
             if value and val is None:
@@ -68,14 +68,14 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class Resume:
+class ResumeArguments:
     """The arguments `resume`, `resume_data` and `resume_fresh` of `fit`."""
 
     where: str | Path | None = None
     data: bool = True
-    """Whether the data are the saved ones and continue at their saved position."""
+    """True: the data are those of the checkpoint, and continue at the saved position."""
     fresh: Sequence[str] = ()
-    """Parts that are not loaded: they start fresh."""
+    """Names of the parts that start fresh instead of being loaded."""
 
     def __post_init__(self) -> None:
         check_flag(self.data, f"fit(resume_data={self.data!r})")
@@ -105,7 +105,7 @@ class Resume:
 def make_plan(
     trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, ends: Ends, notes: tuple[str, ...] = ()
 ) -> Plan:
-    """Return the plan of a `fit`; SettingError or DataError where its data cannot be read as often as it ends."""
+    """Return the plan of a `fit`. SettingError or DataError if the data do not allow its number of passes."""
     if ends.epoch_updates is not None and source.length is not None:
         raise SettingError(
             f"epoch_updates={ends.epoch_updates}, and {source.describe()} has {source.length} batches an epoch",
@@ -141,7 +141,7 @@ def make_plan(
 
 
 def watched_numbers(trainer: TrainerLike, scheduled: Iterable[Any]) -> list[tuple[str, str]]:
-    """Return the numbers that slots compare, each with its slot; `scheduled`: those of the schedules."""
+    """Return (number, slot) for each number that a slot monitors. `scheduled`: the numbers that schedules monitor."""
     watched = [(name, "the schedule") for name in scheduled]
     if trainer.checkpoint is not None:
         watched.insert(0, (trainer.checkpoint.best, "Checkpoint(best=...)"))
@@ -150,25 +150,25 @@ def watched_numbers(trainer: TrainerLike, scheduled: Iterable[Any]) -> list[tupl
     return [(name, slot) for name, slot in watched if isinstance(name, str)]
 
 
-def check_watched(trainer: TrainerLike, watched: list[tuple[str, str]], validated: Mapping[str, set[str]]) -> None:
-    """Refuse a number that a slot compares and that nothing produces.
+def check_watched(trainer: TrainerLike, watched: list[tuple[str, str]], val_numbers: Mapping[str, set[str]]) -> None:
+    """Refuse a monitored number that the run does not produce.
 
-    `validated`: the names of the numbers of each validation set.
+    `watched`: pairs of number and slot. `val_numbers`: the names of the numbers of each validation set.
     """
-    # The keys of the dict that a metric returns are unknown before it has run: without validation data, and for a
-    # metric over all rows. A number of such a name may come.
+    # A metric may return a dict. Its keys are unknown before the metric has run: without validation data, and for a
+    # metric over all rows. Names that begin with such a metric are therefore allowed.
     over_all = [name for name, metric in trainer.metrics.items() if isinstance(metric, OverAll)]
-    starts = [f"{prefix}_{name}_" for prefix in validated for name in over_all]
-    starts += [] if validated else [f"{name}_" for name in trainer.metrics]
+    starts = [f"{prefix}_{name}_" for prefix in val_numbers for name in over_all]
+    starts += [] if val_numbers else [f"{name}_" for name in trainer.metrics]
     produced = {"loss", *trainer.metrics}
-    for prefix, numbers in validated.items():
+    for prefix, numbers in val_numbers.items():
         keyed = tuple(f"{prefix}_{metric}_" for metric in trainer.metrics)  # training reports these keys, too
         produced |= numbers | {name.removeprefix(f"{prefix}_") for name in numbers if name.startswith(keyed)}
     for name, slot in watched:
         logged = trainer._hooks.may_log_any_name and not name.startswith("val_")
-        may_come = logged or (trainer._hooks.overrides_evaluate and bool(validated))
+        may_come = logged or (trainer._hooks.overrides_evaluate and bool(val_numbers))
         if name not in produced and not name.startswith(tuple(starts)) and not may_come:
-            raise _not_produced(name, slot, has_val=bool(validated), produced=produced)
+            raise _not_produced(name, slot, has_val=bool(val_numbers), produced=produced)
 
 
 def _not_produced(name: str, slot: str, *, has_val: bool, produced: set[str]) -> SettingError:
@@ -186,13 +186,13 @@ def _not_produced(name: str, slot: str, *, has_val: bool, produced: set[str]) ->
 
 
 def _class_of(model: nn.Module) -> str:
-    """Return the name of a model's class; FSDP replaces it by a class that derives from it."""
+    """Return the name of a model's class. FSDP replaces that class by a subclass."""
     bases = type(model).__bases__
     return (bases[-1] if bases[0].__name__ == "FSDPModule" else type(model)).__name__
 
 
 def _describe_val(val: Mapping[str, Source]) -> str:
-    """Return the validation data in a few words, by name where there are several sets."""
+    """Return a short description of the validation data; several sets are described by name."""
     if list(val) == ["val"]:
         return val["val"].describe()
     return "; ".join(f"{name.removeprefix('val_')}: {source.describe()}" for name, source in val.items())
@@ -206,7 +206,7 @@ def _describe_device(device: torch.device) -> str:
 
 
 def _check_passes(source: Source, val: Mapping[str, Source], ends: Ends) -> None:
-    """Refuse data that can be iterated only once where a second pass is certain."""
+    """Refuse data that can be iterated only once if the `fit` needs a second pass."""
     if (ends.epochs or 1) > 1 and ends.epoch_updates is None and not source.repeatable:
         raise DataError(
             f"epochs={ends.epochs}, and {source.describe()} can be iterated only once",
@@ -226,7 +226,7 @@ def _check_passes(source: Source, val: Mapping[str, Source], ends: Ends) -> None
 
 
 def _notes(trainer: TrainerLike, source: Source, plan: Plan, *, ends: Ends) -> list[str]:
-    """Return the lines of the header on ranks, data, slots and choices."""
+    """Return the header lines on ranks, data, slots and automatic choices."""
     notes = [] if trainer.world.size == 1 else describe_ranks(trainer, plan, apart=source.is_own_part)
     notes += [source.note] if source.note else []
     if plan.val and trainer._hooks.overrides_training_step and not trainer._hooks.overrides_validation_step:
@@ -252,9 +252,9 @@ def _describe_checkpoint(checkpoint: Checkpoint, source: Source, plan: Plan, *, 
 
 
 def _warn_of_late_saves(source: Source, plan: Plan, *, ends: Ends) -> list[str]:
-    """Return a warning where data without a length are saved at the end of the run alone.
+    """Return a warning if a run on data without a length may save only at its end.
 
-    Data of a known length come to the end of an epoch in any case; so does a second epoch that was asked for.
+    No warning if the end of an epoch is certain: for data of a known length, or with a second epoch in the plan.
     """
     by_epochs = isinstance(ends.validate, Epochs)
     if (plan.val and not by_epochs) or (ends.epochs or 0) > (ends.validate.n if plan.val else 1):
@@ -264,7 +264,7 @@ def _warn_of_late_saves(source: Source, plan: Plan, *, ends: Ends) -> list[str]:
 
 
 def _describe_trained_loss(trainer: TrainerLike) -> list[str]:
-    """Return a line where the model may end with other weights than the last, and the loss may not."""
+    """Return a header line if best or averaged weights are loaded into the model, but not into its trained loss."""
     early, checkpoint = trainer.early_stopping, trainer.checkpoint
     restores = (early is not None and early.restore_best) or (checkpoint is not None and checkpoint.restore_best)
     if trainer.average is None and not restores:
@@ -276,7 +276,7 @@ SLOTS = ("loss", "precision", "accumulate", "clip", "schedule", "early_stopping"
 
 
 def in_brief(trainer: TrainerLike) -> tuple[str, ...]:
-    """Return the slots that are set: `schedule OneCycle(max_lr=0.01)`, `clip 1.0`, `average EMA(0.999)`."""
+    """Return the filled slots as text, such as `schedule OneCycle(max_lr=0.01)` or `clip 1.0`."""
     slots = {"schedule": trainer.schedule, "clip": trainer.clip, "average": trainer.average}
     texts = {name: _by_optimizer(setting) for name, setting in slots.items() if setting is not None}
     texts["frozen"] = ", ".join(trainer.frozen)
@@ -301,7 +301,10 @@ def settings_of(trainer: TrainerLike) -> dict[str, str]:
 
 
 def _optimizer_numbers(trainer: TrainerLike) -> dict[str, Any]:
-    """Return numbers, pairs of numbers and flags that are on, of each optimizer's first group: `lr`, or `G.lr`."""
+    """Return the hyperparameters of each optimizer's first group, by name: `lr`, or `G.lr` for optimizer "G".
+
+    Numbers, tuples and flags that are on; no tensors.
+    """
     numbers = {}
     for name, optimizer in trainer.optimizers.items():
         prefix = "" if name == "optimizer" else f"{name}."
@@ -312,20 +315,20 @@ def _optimizer_numbers(trainer: TrainerLike) -> dict[str, Any]:
 
 
 def changed(saved: dict[str, str], now: dict[str, str]) -> str:
-    """Return one line on the settings that differ, empty where none does. The schedule reports its own."""
+    """Return one line on the settings that differ; empty if none does. The schedule reports its own changes."""
     differing = [name for name in now if name != "schedule" and saved.get(name, now[name]) != now[name]]
     changes = ", ".join(f"{name} {saved[name]} -> {now[name]}" for name in differing)
     return f"settings changed since it was saved: {changes}" if changes else ""
 
 
 def _optimizer_class(optimizer: Any) -> str:
-    """Return the name of an optimizer's class; of torch's class, where it derives from one."""
+    """Return the name of an optimizer's class; for a subclass of a torch optimizer, the name of torch's class."""
     classes = [base for base in type(optimizer).__mro__ if base.__module__.startswith("torch.optim.")]
     return classes[0].__name__ if classes and classes[0].__name__ != "Optimizer" else type(optimizer).__name__
 
 
 def _text(setting: Any) -> str:
-    """Return a setting as text; of a norm to clip to the number alone."""
+    """Return a setting as text; `ClipNorm(x)` as the number x."""
     if isinstance(setting, ClipNorm) and setting == ClipNorm(setting.max_norm):
         return str(setting.max_norm)
     return settings_text(setting)

@@ -1,4 +1,4 @@
-"""What several ranks agree on: the same configuration at the start, and each other's requests between updates."""
+"""Keeps ranks consistent: compares their configuration at the start, exchanges their requests between updates."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from trainwright.observers.probes import Probe, RunObserver
 from trainwright.update.trainer_like import TrainerLike
 
 SECONDS = 1.0
-"""About how often the ranks exchange their requests."""
+"""Approximate time between two exchanges of requests."""
 MOST = 4
-"""How many times longer than the last stretch of updates the next may be: the pace may change."""
+"""The largest growth of the number of updates between two exchanges: the speed may change."""
 _DEVICE = re.compile(r"\b([a-z]+):\d+\b")
 _DATA_NAMES = ("training data", "validation data")
 
@@ -29,9 +29,9 @@ _DATA_NAMES = ("training data", "validation data")
 def check_same_config(
     trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, ends: Ends, resumes: bool
 ) -> None:
-    """Raise SettingError on every rank where one was given other data, ends, settings or another model.
+    """Raise SettingError on every rank if model, data, ends or settings differ between ranks.
 
-    For several ranks. Compares lengths, rows, batch sizes, texts of settings and shapes, without reading a row.
+    Compares lengths, rows, batch sizes, settings as text, and shapes. Reads no row.
     """
     given = {
         **_settings(trainer),
@@ -76,7 +76,7 @@ def _settings(trainer: TrainerLike) -> dict[str, str]:
 
 
 def _probes(trainer: TrainerLike) -> str:
-    """Return the observers for which all ranks pause: a probe may be a forward of all of them."""
+    """Return the observers that pause all ranks, as text: a probe may run a collective forward."""
     each = [observer for observer in trainer.observers if isinstance(observer, RunObserver) and observer.name]
     names = [
         f"{observer.name} every {observer.duration}" if isinstance(observer, Probe) else observer.name
@@ -86,7 +86,7 @@ def _probes(trainer: TrainerLike) -> str:
 
 
 def _sizes(source: Source) -> str:
-    """Return the size of data as text; nothing of a stream, whose shards may differ."""
+    """Return the size of data as text. The shards of a stream may differ: it has no size."""
     if source.length is None:
         return "batches without a length"
     known = {"batches": source.length, "rows": source.rows, "rows in a batch": source.batch_size}
@@ -94,7 +94,7 @@ def _sizes(source: Source) -> str:
 
 
 def _layout(model: nn.Module) -> str:
-    """Return a short text that differs where names, shapes or types of weights do."""
+    """Return a short text that differs if names, shapes or dtypes of weights differ."""
     weights = [*model.named_parameters(), *model.named_buffers()]
     shapes = [(name, tuple(tensor.shape), str(tensor.dtype), tensor.requires_grad) for name, tensor in weights]
     numbers = sum(tensor.numel() for _, tensor in weights)
@@ -103,42 +103,42 @@ def _layout(model: nn.Module) -> str:
 
 
 class Requests(NamedTuple):
-    """The requests of all ranks together."""
+    """The combined requests of all ranks."""
 
     stop: str
-    """The reason of a rank that stops; empty where none does."""
+    """The reason of a rank that stops; empty if none does."""
     signal: int
-    """A signal that a rank has received; 0 where none has."""
+    """The number of a signal that a rank has received; 0 if none has."""
     save: bool
     """Whether a rank requests a checkpoint."""
     seconds: float
-    """Seconds that the stage has taken, by the clock of rank 0."""
+    """Seconds of the stage, by the clock of rank 0."""
 
 
 class RankSync:
-    """Exchanges the requests of all ranks, about once a second, after an update that all of them know.
+    """Exchanges the requests of all ranks about once a second, after the same update on each rank.
 
-    No update pays for it: between two exchanges nothing is sent. Rank 0 has the clock.
+    Nothing is sent between two exchanges. Rank 0 chooses the update of the next exchange by its clock.
     """
 
     def __init__(self, trainer: TrainerLike) -> None:
         self._world, self._counters = trainer.world, trainer._counters
         self.stop_reason = ""
-        """The reason for which this rank stops, until it is exchanged."""
+        """The reason for which this rank stops, until the next exchange."""
         self.at = 0.0
-        """The applied updates after which the next exchange comes."""
+        """Number of applied updates at the next exchange."""
         self._stretch = 1
         self._last = (0, time.perf_counter())
 
     def start(self) -> None:
-        """Begin, after loading."""
+        """Start after loading: the first exchange comes after the next update."""
         self._last, self._stretch = (self._counters.updates, time.perf_counter()), 1
         self.at = self._counters.updates + 1
 
     def join(self, *, signal: int = 0, save: bool = False) -> Requests:
-        """Exchange the requests and set when the next exchange comes; every rank calls it after the same update.
+        """Exchange the requests, and set the update of the next exchange. A collective.
 
-        One sum of a few numbers; the reason for a stop is gathered only where there is one.
+        Costs one all-reduce of a few numbers, and an all-gather of the reasons if a rank stops.
         """
         main = self._world.is_main
         signals = [float(signal == number) for number in ENDING]
@@ -152,7 +152,7 @@ class RankSync:
         return Requests(stop=stop, signal=number, save=bool(saves), seconds=seconds)
 
     def _next(self) -> int:
-        """Return the update about `SECONDS` from now, by the pace since the last exchange."""
+        """Return the update about `SECONDS` from now, by the speed since the last exchange."""
         updates, now = self._counters.updates, time.perf_counter()
         before, then = self._last
         made, took = updates - before, max(now - then, 1e-6)

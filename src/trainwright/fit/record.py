@@ -1,4 +1,4 @@
-"""What a Trainer holds of its fits: a record of the last one, and the placeholder of the run outside of `fit`."""
+"""The record of a Trainer's last `fit`, and the placeholder of the run outside of `fit`."""
 
 from __future__ import annotations
 
@@ -14,98 +14,97 @@ from trainwright.core.records import Best
 
 @dataclass(slots=True)
 class UpdatePath:
-    """How the updates of a stage are made, for `Trainer.fast_path`."""
+    """The path of a stage's updates, for `Trainer.fast_path`."""
 
     why_immediate: tuple[str, ...] | None = None
-    """Why updates are checked one by one; empty where the check is deferred, None before the first run."""
+    """Reasons for an immediate check; empty if the check is deferred, None before the first run."""
     compiled: Any = None
-    """The graphs that were compiled, in counts and words; None where nothing is compiled."""
+    """Description of the compiled graphs; None if nothing is compiled."""
     splits: Any = None
-    """The splitter of windows for which memory runs out; None without `on_oom`."""
+    """The splitter of windows that do not fit in memory; None without `on_oom`."""
 
     def take_news(self) -> tuple[str, ...]:
-        """Return lines on windows that were split since the last call."""
+        """Return one line for each window that was split since the last call."""
         return () if self.splits is None else tuple(self.splits.take_news())
 
 
 @dataclass(slots=True)
 class EvaluationRecord:
-    """What an evaluation inside of a run shares with it, though `Trainer.evaluate` may be the user's own."""
+    """State shared by a run and its evaluations, also if `Trainer.evaluate` is overridden."""
 
     name: str | None = None
-    """The name of the set that is evaluated, for `Trainer.evaluating`; None outside of evaluations."""
+    """Name of the set under evaluation, for `Trainer.evaluating`; None outside of evaluations."""
     errors: dict[str, float] = field(default_factory=dict)
-    """Standard errors of the last evaluation, by the names of its numbers."""
+    """Standard errors of the last evaluation, by name of the number."""
     read_batches: Callable[[Iterator[Any]], Iterator[Any]] = iter
-    """Wraps the batches of evaluations: a signal ends a validation of the run while it waits for data."""
+    """Wraps the batches of evaluations, so that a signal can end a validation while it waits for data."""
 
 
 @dataclass(slots=True)
 class Outcome:
-    """How a stage ended, as far as its counters do not say."""
+    """The end of a stage, in addition to its counters."""
 
     final_validation: dict[str, float] | None = None
-    """The numbers of an early end at which no validation was due."""
+    """The numbers of the validation at an early end."""
     restored: Best | None = None
-    """The best whose weights the model was left with."""
+    """The best whose weights were loaded into the model."""
     save_error: CheckpointError | None = None
-    """The error of the save at the end, where the run itself has ended well."""
+    """The error of the save at the end of a run that has otherwise succeeded."""
     could_save: bool = False
-    """Whether `on_error="save"` would have saved the state at the end, which is lost."""
+    """Whether `on_error="save"` would have saved the lost state at the end."""
     earlier: dict[str, Any] | None = None
-    """How it ended in an earlier session, read from the checkpoint of a later stage."""
+    """The end of the stage in an earlier session, read from the checkpoint of a later stage."""
     lacks_weights: bool = False
-    """Whether the weights of that end are gone: the model holds those that it was built with."""
+    """Whether the weights of that end are lost: the model holds its initial weights."""
 
 
 @dataclass(slots=True)
 class StageRecord:
-    """One stage: made when it starts, read by evaluations until the next one starts.
+    """The record of one stage, from its start to the start of the next one.
 
-    Where a `fit` is refused before its first update, the record before it is restored: the trainer is then as its last
-    `fit` left it.
+    If a `fit` is refused before its first update, the record of the stage before it is restored.
     """
 
     # Carried over from stage to stage.
     run_id: str = field(default_factory=lambda: os.urandom(8).hex())
-    """Marks the checkpoints of this run, and what trackers hold of it."""
+    """The id of the run, in its checkpoints and in experiment trackers."""
     stages: list[dict[str, Any]] = field(default_factory=list)
-    """How each finished stage ended, as a checkpoint of a later one saves it."""
+    """The end of each finished stage, as plain data for checkpoints."""
     warns: bool = True
-    """Whether mistakes in the first batch are warned of; a trial of a tool, one of many first batches, does not."""
+    """Whether to warn of mistakes in the first batch. False in the trials of a tool, which run many first batches."""
     checked_metrics: set[str] = field(default_factory=set)
-    """The metrics whose first batch was checked for a count in the place of a mean."""
+    """Metrics whose first batch was checked for a count instead of a mean."""
 
-    # How far the stage is.
+    # The state of the stage.
     is_under_way: bool = False
     """Whether its `fit` has not returned yet."""
     has_begun: bool = False
-    """Whether observers know of it: from then on it is not refused, and counts as a stage."""
+    """Whether `on_fit_start` was called: from then on it counts as a stage."""
     failed: bool = False
-    """Whether it has not ended well: true from its first update to its end. A resume then continues the same stage."""
+    """Whether it has not succeeded: True from its begin to a normal end. A resume continues a failed stage."""
     follows_failure: bool = False
-    """Whether the stage before it has failed."""
+    """Whether the stage before it failed."""
     caller: str = ""
-    """The user's line that called a `fit` of one epoch; "-" once the header has named a loop of them."""
+    """The line of user code that called `fit(epochs=1)`; "-" after the header has named such a loop."""
     notes: tuple[str, ...] = ()
     """Lines for its header."""
 
-    # What others read of it, and what the next stage starts from.
+    # For readers outside of the stage, and for the next stage.
     path: UpdatePath = field(default_factory=UpdatePath)
     evaluation: EvaluationRecord = field(default_factory=EvaluationRecord)
     outcome: Outcome = field(default_factory=Outcome)
     schedules: tuple[Any, ...] = ()
     """Its bound schedules; set when it is over."""
     weights: Any = None
-    """Its evaluation weights, in addition to the trained ones; None where no loop has begun."""
+    """Its `EvaluationWeights`; None before its loop."""
 
     def next_stage(self) -> StageRecord:
-        """The record of the `fit` that follows."""
+        """Return the record of the next `fit`."""
         carried = {name: getattr(self, name) for name in ("run_id", "warns", "checked_metrics")}
         return StageRecord(**carried, stages=list(self.stages), is_under_way=True, follows_failure=self.failed)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StageRecord:
-        """A copy for the copy of a trainer; TypeError where it refers to other weights or schedules of this one."""
+        """Return a copy, for the copy of a trainer. TypeError if it refers to averaged weights or schedules."""
         if self.schedules or (self.weights is not None and self.weights.average is not None):
             what = "copy.deepcopy of a Trainer that has trained with a schedule or an average"
             fix = "copy.deepcopy(trainer.model), and a Trainer of its own for the copy"
@@ -115,10 +114,10 @@ class StageRecord:
 
 
 class NotRunning:
-    """Takes the place of the run outside of `fit`: every attribute raises TrainwrightError."""
+    """Placeholder of the run outside of `fit`: every attribute raises TrainwrightError."""
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # copying and pickling ask for these
+        if name.startswith("__"):  # copying and pickling look these up
             raise AttributeError(name)
         raise TrainwrightError(message("this works only while fit() is running", want="a call from a hook or a step"))
 

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 def copies_best(early: EarlyStopping, manager: CheckpointManager | None) -> bool:
-    """Whether early stopping holds the best weights on the host: no checkpoint watches the same number."""
+    """Whether early stopping holds the best weights on the host: no checkpoint ranks by the same number."""
     if not early.restore_best:
         return False
     if manager is None:
@@ -42,7 +42,7 @@ def copies_best(early: EarlyStopping, manager: CheckpointManager | None) -> bool
 
 
 class FitEnd:
-    """Loads the final weights at the end of a `fit`, and makes its Result."""
+    """Loads the final weights at the end of a `fit`, and builds its Result."""
 
     def __init__(self, boundary: Boundary) -> None:
         self._run, self._trainer, self._counters = boundary.run, boundary.trainer, boundary.counters
@@ -62,18 +62,18 @@ class FitEnd:
                 self._load_into(stopper.best, weights, source="the best weights")
         elif manager is not None and manager.settings.restore_best and manager.best is not None:
             self._load(manager.best)
-        self._run.weights.install()  # once more: the next stage compares its weights with the best that was loaded
+        self._run.weights.install()  # again: the next stage compares its weights with the loaded best ones
 
     def _load(self, best: Best) -> None:
-        """Load the weights of a best from its checkpoint; a warning where that is gone, and the last weights stay."""
+        """Load the weights of a best from its checkpoint. Warns, and changes nothing, if there is none."""
         path = path_at(self._manager, best.update)
         if path is None:
             self._warn_of(best, "are in no checkpoint")
             return
-        self._load_into(best, find_weights(path)[1], source=str(path))  # raises where the file is damaged
+        self._load_into(best, find_weights(path)[1], source=str(path))  # raises if the file is damaged
 
     def _load_into(self, best: Best, weights: Mapping[str, Any], *, source: str) -> None:
-        """Load a best's weights, sharded or complete, into the model."""
+        """Load the weights of a best, sharded or complete. Warns, and changes nothing, if they do not fit the model."""
         try:
             load_into(self._trainer.model, weights, source=source)
         except CheckpointError:
@@ -82,12 +82,12 @@ class FitEnd:
         self._outcome.restored = best
 
     def _warn_of(self, best: Best, why: str) -> None:
-        if self._trainer.is_main:  # all ranks come to the same, and one says it
+        if self._trainer.is_main:  # all ranks have the same result: one warns
             what = f"the weights of the best {best.name} (update {best.update})"
             warn_user(f"{what} {why}; the model has the last ones")
 
     def make_result(self) -> Result:
-        """Return how the run ended."""
+        """Return the Result of the run."""
         if self._outcome.earlier is not None:
             return self._earlier_result(self._outcome.earlier)
         best = None if self._manager is None else self._manager.best
@@ -98,7 +98,7 @@ class FitEnd:
         return self._result(best=best, weights=weights, notes=notes, final_validation=final)
 
     def _earlier_result(self, ended: Mapping[str, Any]) -> Result:
-        """Return how the stage ended in an earlier session."""
+        """Return the Result of a stage that ended in an earlier session."""
         best = None if ended["best"] is None else Best(**ended["best"])
         best = best and replace(best, path=path_at(self._manager, best.update))
         notes, final = tuple(ended["notes"]), ended["final"]
@@ -124,7 +124,7 @@ class FitEnd:
         )
 
     def _restored_text(self, best: Best | None) -> str:
-        """Return which best the model holds, by name where the run's `best` is of another number."""
+        """Return the best that was loaded, as text; with its name if the `best` of the run is another number."""
         restored = self._outcome.restored
         if restored is None:
             return ""
@@ -132,7 +132,7 @@ class FitEnd:
         return f"best of epoch {restored.epoch}{by}"
 
     def _notes(self) -> tuple[str, ...]:
-        """Return lines on skipped updates, acceleration, failed saves and the place of a resume."""
+        """Return the notes on partial validation, skipped updates, acceleration, failed saves and a resume."""
         failing = "" if self._manager is None else self._manager.failing
         reported = self._run.strategy.reporter.note
         partial = [f"{name}: {source.limit}" for name, source in self._val.items() if source.limit]
@@ -151,16 +151,16 @@ class FitEnd:
         return (f"the schedule ended {short} short of its {total} updates: {counters.skipped} were skipped",)
 
     def _resume_notes(self) -> tuple[str, ...]:
-        """Return the note on where a run that ended in an error, or by a signal, can be resumed."""
+        """Return the note on where a resume continues, for a run ended by an error or a signal."""
         manager, again = self._manager, 'fit(..., resume="auto")'
-        # Rank 0 writes: after an error, when no rank waits for another, only it knows which saves are complete.
+        # After an error no rank waits for another, and only rank 0, which writes, knows the complete saves.
         if manager is None or not self._record.failed or not self._trainer.is_main:
             return ()
         reached = self._counters.earlier_updates + self._counters.updates
         named = [path for path in manager.saved if is_update_name(path.name)]
         known = [update_of(path.name) for path in named if is_of_run(path, manager.run_id)]
         if manager.saved and not named:
-            return ()  # a manager of the user's own, whose names say nothing
+            return ()  # a custom manager, whose names have no update
         if known and known[0] >= reached:
             return (f"saved at update {known[0]}: {again} continues from there",)
         where = f"not saved at its end: {again} continues from update {known[0]}" if known else ""
@@ -169,7 +169,7 @@ class FitEnd:
 
 
 def path_at(manager: CheckpointManager | None, update: int) -> Path | None:
-    """Return the checkpoint of an update, None where it was removed."""
+    """Return the checkpoint of an update; None if it was removed."""
     if manager is None:
         return None
     complete = [*manager.saved, None if manager.best is None else manager.best.path]
@@ -177,7 +177,7 @@ def path_at(manager: CheckpointManager | None, update: int) -> Path | None:
 
 
 def write_weights(trainer: TrainerLike, path: str | Path) -> None:
-    """Write the evaluation weights to one file, on rank 0; return, or raise its error, on every rank afterwards."""
+    """Write the evaluation weights to one file, on rank 0. Every rank then returns, or raises its error."""
     path = local_path(path, "save_weights({})", file=True)
     with trainer.world.watch(partial(position_text, trainer)), evaluation_weights(trainer):
         weights = full_weights(trainer)
@@ -188,7 +188,7 @@ def write_weights(trainer: TrainerLike, path: str | Path) -> None:
 
 
 def full_weights(trainer: TrainerLike) -> dict[str, Any]:
-    """Return the model's weights as plain tensors; of a sharded model on rank 0."""
+    """Return the weights of the model as plain tensors; for a sharded model on rank 0 alone."""
     if not trainer.parallel.shards:
         weights: dict[str, Any] = trainer.model.state_dict()
         return weights
@@ -198,7 +198,7 @@ def full_weights(trainer: TrainerLike) -> dict[str, Any]:
 
 
 def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Return shape and sharding of each tensor: one of the same layout can be copied in place."""
+    """Return shape and sharding of each tensor. Tensors of equal layout can be copied in place."""
     return {
         name: (value.shape, is_sharded(value)) if isinstance(value, Tensor) else None
         for name, value in state_dict.items()
@@ -206,7 +206,7 @@ def _layout(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def frozen_names(trainer: TrainerLike) -> set[str]:
-    """Return the parameters that checkpoints leave out: frozen ones in no optimizer, with `trainable_only=True`."""
+    """Return the names of parameters that `trainable_only=True` leaves out: frozen, and in no optimizer."""
     if trainer.checkpoint is None or not trainer.checkpoint.trainable_only:
         return set()
     trained = {id(parameter) for parameter in parameters_in(*trainer.optimizers.values())}
@@ -215,7 +215,7 @@ def frozen_names(trainer: TrainerLike) -> set[str]:
 
 
 def copied_weights(model: Any, into: dict[str, Tensor] | None, *, without: Collection[str] = ()) -> dict[str, Tensor]:
-    """Return a host copy of the weights, in the tensors of the last copy where they fit."""
+    """Return a host copy of the weights; written into `into`, the last copy, if the layouts are equal."""
     state_dict = {name: value for name, value in model.state_dict().items() if name not in without}
     if into is not None and _layout(into) == _layout(state_dict) and all(isinstance(v, Tensor) for v in into.values()):
         for name, value in state_dict.items():

@@ -1,18 +1,21 @@
-"""Where a `fit` starts: a `StartPlan` is computed from the checkpoint that was read, then executed.
+"""Chooses how a `fit` starts, and executes it: fresh, from a checkpoint, or already finished.
 
-It starts fresh, resumes from a checkpoint, or had already finished in an earlier session.
+`choose_start` reads the checkpoint and returns a `FitStart`. Its `execute` loads the state. Between the two, the user's
+`begin_epoch` runs for each epoch that had begun: it may add layers and parameter groups.
 
-What comes first, by the loaded counters: `interrupted_validation` is set -> that validation; a boundary was reached
-after `last_boundary` -> its work; else the next window, behind `counters.batch` batches.
+The loaded counters (part `progress`) give the first action of a resumed run:
 
-Nothing is loaded before the plan is complete: `begin_epoch` of the epochs that had begun runs in between, since it may
-add layers and parameter groups.
+- `interrupted_validation` is set: repeat that validation.
+- `last_boundary < updates`: do the work of the boundary of that update.
+- else: train on the next window, after `counters.batch` batches of the epoch.
 
-Epoch, batch and updates are the counters in part `progress`. `DataPosition` checks the data; `Rollback.open_epoch`
-opens the epoch again without its first `counters.batch` batches. Refused, each with a fix: no complete checkpoint,
-several runs, another version (`checkpointing/load.py`, `format.py`); another run or later checkpoints in the directory
-(`CheckpointManager.adopt`); another optimizer (`_other_optimizer`); other parts or tensors (`parts.check`); other data
-(`data/source.py`).
+`DataPosition` checks the data. `Rollback.open_epoch` opens the epoch again without its first `counters.batch` batches.
+
+Refused, each with a fix:
+
+- no complete checkpoint, several runs, another version (`checkpointing/load.py`, `format.py`);
+- another run or later checkpoints in the directory (`CheckpointManager.adopt`);
+- another optimizer (`_other_optimizer`); other parts or tensors (`parts.check`); other data (`data/source.py`).
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from trainwright.core.progress import Counters
 from trainwright.core.suggestions import did_you_mean
 from trainwright.fit.boundary import Boundary
 from trainwright.fit.early_stopping import is_best
-from trainwright.fit.plan import Resume, changed, settings_of
+from trainwright.fit.plan import ResumeArguments, changed, settings_of
 from trainwright.fit.result import copied_weights, path_at
 from trainwright.fit.saving import DataPosition, complete_state
 from trainwright.modules.dtensors import is_sharded
@@ -50,48 +53,48 @@ from trainwright.update.trainer_like import TrainerLike, active_observers
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartPlan:
-    """Where a `fit` starts. This class: at its beginning, with the weights in memory; no checkpoint is loaded."""
+class FitStart:
+    """The start of a `fit`. This class is the fresh start: the weights in memory, no checkpoint."""
 
     lines: tuple[str, ...] = ()
-    """The lines of the header on it."""
+    """Header lines on the start."""
     begun_epochs: int = 1
-    """Epochs of this stage whose `begin_epoch` runs before the state is loaded: it may change layers."""
+    """Number of epochs whose `begin_epoch` runs before the state is loaded."""
     origin: str = ""
-    """Where the state is loaded from, in words for the header; empty where nothing is loaded."""
+    """Source of the loaded state, for the header; empty if nothing is loaded."""
     already_finished: ClassVar[bool] = False
-    """Whether the stage has ended: nothing is trained in it."""
+    """Whether the stage has ended in an earlier session: nothing is trained."""
 
     def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
-        """Load the state that the `fit` starts with; return further lines of the header. No-op here."""
+        """Load the initial state; return further header lines. No-op here."""
         return []
 
 
 @dataclass(frozen=True, kw_only=True)
-class ResumeFrom(StartPlan):
-    """A `fit` that resumes from a checkpoint of its own."""
+class ResumedStart(FitStart):
+    """Resumes a `fit` from a checkpoint of the same stage."""
 
     checkpoint: Loaded
     fresh: tuple[str, ...] = ()
-    """Parts that start fresh in place of being loaded."""
+    """Names of the parts that start fresh instead of being loaded."""
     with_data: bool = True
-    """Whether the data are those that it was saved with, and continue at their position."""
+    """Whether the data are those of the checkpoint, and continue at the saved position."""
 
     def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
-        """Load the checkpoint into everything bound; warn of differences where the run continues."""
+        """Load the checkpoint into all bound parts; warn of differences if the run continues."""
         counters, run = trainer._counters, boundary.run
         given = _settings(trainer)
         reports, lines, seek = _restore(self, trainer, boundary)
         reports += [*disable_wrong_kernels(trainer.optimizers), *_unused(trainer, given)]
         _find_unfinished_work(boundary)
-        # Last: an ended run sets the data at once, for another `fit` of them (`DataPosition`), and only now is it known
-        # whether this one has ended.
+        # Last, when it is known whether the run has ended: after an ended run, `DataPosition` sets the data at once for
+        # the next `fit`.
         reports += seek()
         if trainer.world.is_main and not counters.stopped:  # a finished run does not continue
             for report in reports:
                 warn_user(report)  # it matters without a console too
         if counters.stopped or not counters.begun or not run.random.epoch_start_state or not self.with_data:
-            # begin_epoch, the order, or code after this `fit`, draws first; or the current epoch begins again
+            # Next draws: begin_epoch, the order, or code after this `fit`; or the current epoch begins again.
             run.random.restore()
         at = counters.earlier_updates + counters.updates
         for observer in active_observers(trainer):
@@ -100,21 +103,21 @@ class ResumeFrom(StartPlan):
 
 
 @dataclass(frozen=True, kw_only=True)
-class AlreadyFinished(StartPlan):
-    """A `fit` that had ended before a later one of the same run saved the checkpoint.
+class FinishedStart(FitStart):
+    """Skips a `fit` that has ended: the checkpoint is of a later `fit` of the same run.
 
-    A script that calls `fit` twice and is started again passes over the first call.
+    For a script that calls `fit` twice, was interrupted in the second call, and is started again.
     """
 
     checkpoint: Loaded
     progress: Mapping[str, Any]
     """Part `progress` of the checkpoint."""
     ended: dict[str, Any]
-    """How this stage ended."""
+    """The record of this stage's end."""
     already_finished: ClassVar[bool] = True
 
     def execute(self, trainer: TrainerLike, boundary: Boundary) -> list[str]:
-        """Take the counters, history and weights that the stage ended with."""
+        """Load the counters, history and weights of the end of the stage."""
         self.checkpoint.tree.clear()
         trainer._counters.load_state_dict(self.ended["counters"])
         trainer.history[:] = self.progress["history"][: self.ended["rows"]]
@@ -126,11 +129,11 @@ class AlreadyFinished(StartPlan):
         return []
 
 
-# The plan is computed.
+# Choosing the start.
 
 
-def plan_resume(trainer: TrainerLike, loaded: Loaded | None, asked: Resume) -> StartPlan:
-    """Work out where the `fit` starts; SettingError, CheckpointError where the checkpoint is not of such a `fit`."""
+def choose_start(trainer: TrainerLike, loaded: Loaded | None, asked: ResumeArguments) -> FitStart:
+    """Return the start of the `fit`. SettingError or CheckpointError if the checkpoint does not fit it."""
     if loaded is None:
         return _start_fresh(trainer)
     progress = _progress_of(loaded)
@@ -146,23 +149,23 @@ def plan_resume(trainer: TrainerLike, loaded: Loaded | None, asked: Resume) -> S
             want="a checkpoint of the same fit, or of a later one",
             fix='resume="auto", which starts this fit where there is none of it',
         )
-    loaded.tree.clear()  # this fit starts from the weights in memory
-    return StartPlan()
+    loaded.tree.clear()  # this fit starts from the weights in memory: free the loaded ones
+    return FitStart()
 
 
-def _start_fresh(trainer: TrainerLike) -> StartPlan:
-    """Return the plan of a `fit` for which there is no checkpoint."""
+def _start_fresh(trainer: TrainerLike) -> FitStart:
+    """Return the start of a `fit` without a checkpoint."""
     if trainer.checkpoint is None or not trainer._record.follows_failure:
-        return StartPlan()
+        return FitStart()
     empty = f"no checkpoint in {trainer.checkpoint.directory}"
     line = f"{empty}: it begins with the weights and the optimizer as the fit that failed has left them"
-    return StartPlan(lines=(line,))
+    return FitStart(lines=(line,))
 
 
-def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> AlreadyFinished:
-    """Return the plan of a `fit` that has ended before a later one saved the checkpoint."""
+def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int) -> FinishedStart:
+    """Return the start of a `fit` that has ended: a later one saved the checkpoint."""
     ended = progress["stages"][stage]
-    return AlreadyFinished(
+    return FinishedStart(
         lines=(f"passed over: {loaded.path} is of a later fit of this run",),
         origin=f"a stage in {loaded.path.parent}",
         begun_epochs=ended["counters"]["epoch"] + ended["counters"]["begun"],
@@ -172,8 +175,10 @@ def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int
     )
 
 
-def _resume_from(trainer: TrainerLike, loaded: Loaded, asked: Resume, *, progress: Mapping[str, Any]) -> ResumeFrom:
-    """Return the plan of a `fit` that resumes from a checkpoint of its own."""
+def _resume_from(
+    trainer: TrainerLike, loaded: Loaded, asked: ResumeArguments, *, progress: Mapping[str, Any]
+) -> ResumedStart:
+    """Return the start of a `fit` that resumes from a checkpoint of the same stage."""
     fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(trainer)
     if "optimizer" not in fresh and saved["optimizer"] != now["optimizer"]:
         raise _other_optimizer(loaded.path, saved=saved["optimizer"], now=now["optimizer"], fresh=fresh)
@@ -186,13 +191,13 @@ def _resume_from(trainer: TrainerLike, loaded: Loaded, asked: Resume, *, progres
         lines.append(difference)
     begun = progress["counters"]["epoch"] + progress["counters"]["begun"]
     origin = str(loaded.path.parent)
-    return ResumeFrom(
+    return ResumedStart(
         lines=tuple(lines), origin=origin, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=asked.data
     )
 
 
 def _other_optimizer(path: Path, *, saved: str, now: str, fresh: tuple[str, ...]) -> CheckpointError:
-    """Refuse optimizers of other classes: torch would load their state without a word."""
+    """Return the error for optimizers of other classes. torch would load their state without an error."""
     line = run_parts.fresh_line([*fresh, "optimizer"])
     return CheckpointError(
         f"{path} was saved with {saved}; this Trainer has {now}",
@@ -204,7 +209,7 @@ def _other_optimizer(path: Path, *, saved: str, now: str, fresh: tuple[str, ...]
 
 
 def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
-    """Return part `progress` of a checkpoint, checked; DamagedError where a run has not written it so."""
+    """Return part `progress` of a checkpoint, checked. DamagedError if no run can have written it."""
     progress: Any = loaded.tree.get("progress")
     try:
         _check_progress(progress, loaded.manifest)
@@ -216,7 +221,7 @@ def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
 
 
 def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
-    """Raise FormError where the counters, history and stages of a checkpoint are not as a run writes them."""
+    """Raise FormError if a run does not write counters, history and stages in this form."""
     check_form(progress, counters=is_dict, history=_is_history, settings=_are_settings, stages=_is_list)
     check_form(progress, split_at=is_none_or(is_number), final=is_none_or(is_dict), used_lrs=_are_lrs)
     counters, stages = Counters(), progress["stages"]
@@ -232,7 +237,7 @@ def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
 
 
 def _check_stage(ended: Any) -> None:
-    """Raise FormError where the record of a stage that has ended is not as a run writes it."""
+    """Raise FormError if a run does not write the record of an ended stage in this form."""
     check_form(ended, counters=is_dict, weights=is_text, rows=is_count, left=is_count, best=is_none_or(is_best))
     check_form(ended, notes=_are_lines, final=is_none_or(is_dict))
     Counters().load_state_dict(ended["counters"])
@@ -243,31 +248,31 @@ def _is_list(value: object) -> bool:
 
 
 def _are_lines(value: object) -> bool:
-    """Whether a value is a list of texts."""
+    """Whether a value is a list of strings."""
     return isinstance(value, list) and all(map(is_text, value))
 
 
 def _are_settings(value: object) -> bool:
-    """Whether a value is a dict of texts by name, the optimizer's among them."""
+    """Whether a value is a dict of strings with an entry "optimizer"."""
     return isinstance(value, Mapping) and "optimizer" in value and all(map(is_text, (*value, *value.values())))
 
 
 def _are_lrs(value: object) -> bool:
-    """Whether a value is a dict of lists of rates."""
+    """Whether a value is a dict of lists of learning rates."""
     lists = value.values() if isinstance(value, Mapping) else [None]
     return all(isinstance(rates, list | tuple) and all(map(is_number, rates)) for rates in lists)
 
 
 def _is_history(value: object) -> bool:
-    """Whether a value is a list of rows, each with the number of its epoch and of its update."""
+    """Whether a value is a list of rows with "epoch" and "update"."""
     return isinstance(value, list) and all(is_numbers(row) and {"epoch", "update"} <= set(row) for row in value)
 
 
-# The plan is executed.
+# Executing the start.
 
 
 def _load_model(trainer: TrainerLike, path: Path) -> bool:
-    """Load the weights of a checkpoint; False where they are of a model that was built otherwise."""
+    """Load the weights of a checkpoint; return False if they do not fit the model."""
     _, weights = find_weights(path)
     try:
         load_into(trainer.model, weights, source=str(path))
@@ -277,32 +282,32 @@ def _load_model(trainer: TrainerLike, path: Path) -> bool:
 
 
 def _restore(
-    plan: ResumeFrom, trainer: TrainerLike, boundary: Boundary
+    start: ResumedStart, trainer: TrainerLike, boundary: Boundary
 ) -> tuple[list[str], list[str], Callable[[], list[str]]]:
-    """Give every part but the data its state.
+    """Restore every part except the data.
 
-    Return the reports of the parts, lines for the header alone, and `seek`, which sets the position in the data.
+    Returns the reports of the parts, lines for the header alone, and `seek`, which sets the position in the data.
     """
-    loaded = plan.checkpoint
+    loaded = start.checkpoint
     parts, tree, origin = dict(trainer.parts()), dict(loaded.tree), str(loaded.path)
     loaded.tree.clear()
     has_ranks = trainer.world.size > 1 or PROCESSES in tree
     own, number = take_rank_state(trainer, tree) if has_ranks else (None, 1)
     saved = tree.pop(PARAMETERS, None)
     complete_state(trainer, tree, origin=origin)
-    if plan.fresh or not plan.with_data:
-        _leave_out(plan, trainer, parts=parts, tree=tree)
-    run_parts.check(parts, tree, origin=origin, fresh=plan.fresh)
+    if start.fresh or not start.with_data:
+        _leave_out(start, trainer, parts=parts, tree=tree)
+    run_parts.check(parts, tree, origin=origin, fresh=start.fresh)
     matched = put_in_current_order(parts, tree, saved, origin=origin)
     if is_sharded(*trainer.model.parameters()):
         tree = _resharded(tree, parts, boundary)
     position = tree.pop("data", None)
     parts.pop("data", None)
-    with _same_lrs(trainer) if "schedule" in plan.fresh else nullcontext():
+    with _same_lrs(trainer) if "schedule" in start.fresh else nullcontext():
         reports = run_parts.restore(parts, tree, origin=origin)
     if has_ranks:
         load_rank_state(trainer, own)
-    if not plan.with_data:
+    if not start.with_data:
         trainer._counters.batch = 0
         return reports, matched, list
     part = DataPosition(boundary.run, other_size=number != trainer.world.size)
@@ -310,32 +315,29 @@ def _restore(
 
 
 def _find_unfinished_work(boundary: Boundary) -> None:
-    """Decide how the loaded run continues: it has ended, work of its last boundary is due, or its next window.
-
-    The position in the data is that of `DataPosition`.
-    """
+    """Set how the loaded run continues: it has ended, work at its last boundary is due, or the next window follows."""
     run, counters = boundary.run, boundary.counters
     stopped_early = "" if boundary.early_stopper is None else boundary.early_stopper.stopped
     ended = boundary.clock.end_reached() or stopped_early
     if counters.interrupted_validation == "final" and not (run.stop_reason or ended):
-        counters.interrupted_validation = ""  # with a later end the run continues without it
+        counters.interrupted_validation = ""  # this `fit` ends later: the run continues without that validation
     counters.stopped = ended
     if counters.interrupted_validation:
         run.unfinished_boundary, counters.stopped = counters.interrupted_validation, ""
     elif counters.last_boundary < counters.updates:
         run.unfinished_boundary, counters.stopped = "update", stopped_early
-    else:  # unfinished work makes the row of the update before it
+    else:  # unfinished work still needs the rates, for the row of its update
         run.optimizer_steps.clear_used_lrs()
     if not counters.stopped:
         boundary.record.outcome.final_validation = None
 
 
 def _resharded(tree: dict[str, Tree], parts: dict[str, Any], boundary: Boundary) -> dict[str, Tree]:
-    """Distribute the tensors of a state as the parts are sharded now."""
+    """Shard the tensors of a state as the parts are sharded now."""
     from trainwright.distributed.resharding import place
 
     likes: dict[str, Any] = {}
-    if boundary.copies_best:  # host tensors, with the sharding that the weights of the best are to have
+    if boundary.copies_best:  # host tensors with the sharding of the best weights
         likes["early_stopping"] = {"weights": copied_weights(boundary.trainer.model, None)}
     return place(tree, parts, likes=likes, world=boundary.trainer.world)
 
@@ -344,21 +346,21 @@ def _resharded(tree: dict[str, Tree], parts: dict[str, Any], boundary: Boundary)
 
 
 SLOTS_WITH_STATE = ("schedule", "average", "early_stopping", "precision", "checkpoint", "loss", "state", "optimizer")
-"""Parts that a run may have: no mistake in `resume_fresh`, though neither the checkpoint nor the Trainer has them."""
+"""Parts that a run may have. `resume_fresh` may name them even if checkpoint and Trainer lack them."""
 _RATES = ("lr", "initial_lr", "momentum", "betas")
-"""What a schedule sets in a parameter group."""
+"""Options of a parameter group that a schedule sets."""
 
 
-def _leave_out(plan: ResumeFrom, trainer: TrainerLike, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
-    """Take the parts that start fresh out of both: they stay as they were built."""
-    if not plan.with_data:
+def _leave_out(start: ResumedStart, trainer: TrainerLike, *, parts: dict[str, Any], tree: dict[str, Tree]) -> None:
+    """Remove the parts that start fresh from `parts` and `tree`: they stay as they were built."""
+    if not start.with_data:
         for name in ("data", "totals"):
             parts.pop(name, None)
             tree.pop(name, None)
     known = sorted({*SLOTS_WITH_STATE, *parts, *tree} - set(run_parts.NEVER_FRESH))
-    for name in plan.fresh:
+    for name in start.fresh:
         if name not in known:
-            what = f"fit(resume_fresh={plan.fresh!r}): there is no part {name!r}.{did_you_mean(name, known)}"
+            what = f"fit(resume_fresh={start.fresh!r}): there is no part {name!r}.{did_you_mean(name, known)}"
             raise SettingError(what, want=f"some of {', '.join(known)}")
         parts.pop(name, None)
         dropped = tree.pop(name, None)
@@ -367,7 +369,7 @@ def _leave_out(plan: ResumeFrom, trainer: TrainerLike, *, parts: dict[str, Any],
 
 
 def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any) -> dict[str, Any]:
-    """Return the trained weights of a checkpoint whose part "model" holds the averaged ones."""
+    """Return the trained weights of a checkpoint whose part "model" holds averaged weights."""
     if "taken" not in average:
         what = 'resume_fresh=("average",): the optimizer of the checkpoint averages by itself, and is loaded'
         raise SettingError(what, fix="build the Trainer as when it was saved")
@@ -385,7 +387,7 @@ def _trained_weights(model: nn.Module, averaged: Mapping[str, Any], average: Any
 
 @contextmanager
 def _same_lrs(trainer: TrainerLike) -> Iterator[None]:
-    """Restore, after loading inside, the values in the parameter groups that a schedule sets."""
+    """Restore the scheduled options of the parameter groups at exit; loading inside the context changes them."""
     before = [
         (optimizer, index, key, group[key])
         for optimizer in trainer.optimizers.values()
@@ -398,7 +400,7 @@ def _same_lrs(trainer: TrainerLike) -> Iterator[None]:
         set_option(optimizer.param_groups[index], key, value)
 
 
-# Settings of optimizers that the checkpoint overrules.
+# Settings of optimizers that the checkpoint overrides.
 
 
 def _settings(trainer: TrainerLike) -> dict[str, dict[str, Any]]:
@@ -406,7 +408,7 @@ def _settings(trainer: TrainerLike) -> dict[str, dict[str, Any]]:
     settings = {}
     for name, optimizer in trainer.optimizers.items():
         taken = inspect.signature(type(optimizer)).parameters
-        counted = set(optimizer.defaults) - set(taken)  # no settings: the optimizer counts in its groups
+        counted = set(optimizer.defaults) - set(taken)  # counters that the optimizer keeps in its groups
         for index, group in enumerate(optimizer.param_groups):
             plain = {key: value for key, value in group.items() if isinstance(value, int | float | tuple)}
             settings[f"{name}'s group {index}"] = {key: plain[key] for key in plain if key not in counted}
@@ -414,7 +416,7 @@ def _settings(trainer: TrainerLike) -> dict[str, dict[str, Any]]:
 
 
 def _unused(trainer: TrainerLike, given: dict[str, dict[str, Any]]) -> list[str]:
-    """Return a line for each setting that the checkpoint has overruled, but for those that a schedule sets."""
+    """Return a line for each setting that the checkpoint has overridden; scheduled options are left out."""
     scheduled = _RATES if _has_schedule(trainer) else ()
     loaded = _settings(trainer)
     return [
@@ -426,5 +428,5 @@ def _unused(trainer: TrainerLike, given: dict[str, dict[str, Any]]) -> list[str]
 
 
 def _has_schedule(trainer: TrainerLike) -> bool:
-    """Whether rates are set by a schedule, or by a torch scheduler that the user has built."""
+    """Whether a schedule, or a torch scheduler of the user, sets the learning rates."""
     return trainer.schedule is not None or any(map(has_scheduler, trainer.optimizers.values()))

@@ -1,4 +1,4 @@
-"""The state from before the window in progress: copied where an interrupted run may have to save it."""
+"""Copies the state before the window in progress, so that an interrupted run can save it."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 
 BETWEEN, OPENING, FETCHING = "between", "opening", "fetching"
 UPDATING, COUNTING, ENDED = "updating", "counting", "ended"
-"""The phases: between two windows; opening the data of an epoch; fetching a window; updating by it; counting, averaging
-and reporting the update; and after the loop, when the model may hold other weights than the trained ones."""
+"""The phases of a run. `BETWEEN` two windows; `OPENING` the data of an epoch; `FETCHING` a window; `UPDATING` by it;
+`COUNTING`, averaging and reporting the update; `ENDED`: after the loop, when the model may hold its final weights."""
 
 
 class LoopPhase:
-    """The phase of a run. A run without a checkpoint slot saves nothing, and has nothing to roll back."""
+    """The phase of a run without a checkpoint slot, which has nothing to roll back."""
 
     phase = BETWEEN
 
@@ -34,10 +34,10 @@ class LoopPhase:
         self._trainer, self._source = trainer, source
 
     def bind(self, user_parts: Mapping[str, Stateful]) -> None:
-        """Add the user's own parts, which a window may change too. No-op here."""
+        """Register the user's parts, which a window may change. No-op here."""
 
     def refresh(self) -> None:
-        """Find the buffers again: `begin_epoch` may have changed the layers. No-op here."""
+        """Find the buffers again after `begin_epoch`, which may change layers. No-op here."""
 
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch."""
@@ -47,7 +47,7 @@ class LoopPhase:
         return iterator
 
     def before_fetch(self) -> None:
-        """Record that the next window is fetched."""
+        """Enter the phase FETCHING."""
         self.phase = FETCHING
 
     def restore(self) -> dict[str, Tree]:
@@ -55,46 +55,46 @@ class LoopPhase:
         return {}
 
     def data_position(self) -> Tree:
-        """Return the position in the data, after the batches that were trained on."""
+        """Return the position in the data after the batches trained on."""
         self._source.commit()
         return self._source.position()
 
 
 class Rollback(LoopPhase):
-    """The phase of a run, and the state before the window in progress, from which an interrupted run is saved."""
+    """The phase of a run with checkpoints, and copies of the state before the window in progress."""
 
     def __init__(self, trainer: TrainerLike, source: Source, random: RngCheckpoint) -> None:
         super().__init__(trainer, source)
         self._random = random
-        saves_errors = trainer.on_error == "save" and trainer.world.size == 1  # several ranks save nothing for an error
+        saves_errors = trainer.on_error == "save" and trainer.world.size == 1  # several ranks save nothing at an error
         self._snapshot: Snapshot | None = None
-        """What a window changes before its first step; None where an error inside a window is not saved."""
+        """Copies of all that a window changes before its step; None if errors inside a window are not saved."""
         if saves_errors:
             tracked = Buffers(lambda: trained_modules(trainer)), LossTotals(trainer._tracker), UserState(trainer)
             self._snapshot = Snapshot(*tracked)
         self._user_parts = StateDicts({})
-        """The user's own parts: their states are not loaded back, but saved as they were."""
+        """Copies of the states of the user's parts. They are saved, and not loaded back into the parts."""
         self._captures_random = saves_errors or source.draws_global_rng
         self._before_opening: dict[str, Tree] = {}
-        """The states of data and random numbers, while the data of an epoch are opened."""
+        """The states of parts `data` and `random` while the data of an epoch are opened."""
         self._before_window: dict[str, Any] | None = None
-        """The random state before the current window was fetched, where fetching or updating may draw."""
+        """The random state before the fetch of the current window; None if nothing may draw."""
 
     def bind(self, user_parts: Mapping[str, Stateful]) -> None:
-        """Add the user's own parts, which a window may change too."""
+        """Register the user's parts, which a window may change."""
         if self._snapshot is not None:
             self._user_parts = StateDicts(user_parts)
 
     def refresh(self) -> None:
-        """Find the buffers again: `begin_epoch` may have changed the layers."""
+        """Find the buffers again after `begin_epoch`, which may change layers."""
         if self._snapshot is not None:
             self._snapshot.refresh()
 
     def open_epoch(self) -> Iterator[Any]:
         """Return the iterator of the current epoch, at its next batch.
 
-        After a resume: the random state of the epoch's start is set, the order is drawn again, `counters.batch` batches
-        are left out, and the random state of the save is set.
+        After a resume: set the random state of the epoch's start, draw the order again, skip `counters.batch` batches,
+        and set the random state of the save.
         """
         counters, random = self._trainer._counters, self._random
         resumed = random.state_after_opening()
@@ -102,7 +102,7 @@ class Rollback(LoopPhase):
         start = random.epoch_start_state if resumed else {}
         data = copy_tree(self.data_position())
         self._before_opening = {"data": data, "random": {"epoch_start": start, "now": now}}
-        # A signal may end the run at any line: before this one `random` holds the state, then `_before_opening` does.
+        # A signal may end the run at any line. Before the next line `random` has the state, after it `_before_opening`.
         self.phase = OPENING
         random.resume_state, random.restored_before_opening = None, False
         if resumed is None:
@@ -116,16 +116,16 @@ class Rollback(LoopPhase):
         return iterator
 
     def before_fetch(self) -> None:
-        """Capture the state that is rolled back to: the next window is about to be fetched."""
+        """Capture the state to roll back to, and enter the phase FETCHING."""
         self._source.commit()
         self._before_window = random_state() if self._captures_random else None
         if self._snapshot is not None:
             self._snapshot.capture()
             self._user_parts.capture()
-        self.phase = FETCHING  # last: a signal handler of the user's own may raise at any line before
+        self.phase = FETCHING  # last: a signal handler of the user may raise at any line before
 
     def restore(self) -> dict[str, Tree]:
-        """Roll back to the start of the window in progress; return the states that other parts are saved with."""
+        """Roll back to the start of the window in progress; return the states to save in place of some parts'."""
         if self.phase == OPENING:
             return self._before_opening
         if self.phase not in (FETCHING, UPDATING):
@@ -139,7 +139,7 @@ class Rollback(LoopPhase):
         return states | self._user_parts.trees
 
     def data_position(self) -> Tree:
-        """Return the position in the data, after the batches that were trained on."""
+        """Return the position in the data after the batches trained on."""
         if self.phase == OPENING:
             return self._before_opening["data"]
         if self.phase not in (FETCHING, UPDATING):

@@ -1,4 +1,4 @@
-"""One `fit` in progress: windows in, applied updates and numbers out; and its plan, with the real lengths of epochs."""
+"""The state of one `fit` in progress (`Run`), and its plan with the real lengths of epochs (`EpochLengths`)."""
 
 from __future__ import annotations
 
@@ -45,33 +45,35 @@ if TYPE_CHECKING:
 
 
 UPDATE_GRACE = 20.0
-"""Seconds that a signal waits for the end of an update, where no checkpoint slot says otherwise."""
+"""Seconds that a signal waits for the end of an update, without a checkpoint slot."""
 
 
 class Run:
-    """The state that the loop reads and writes at each update, bound once before the first."""
+    """The state that the loop reads and writes at each update. Bound once, before the first update."""
 
     scaler: LossScale | None
-    """The loss scale; None without one."""
+    """The loss scale that updates use: `host_scaler`, or its copy on the device. None without one."""
+    host_scaler: LossScale | None
+    """The loss scale of the precision slot. None without one."""
     checks: bool
     """Whether gradients are checked before they are applied."""
     next_boundary: float = 0
-    """The applied updates after which the loop calls `_between_updates` next."""
+    """Number of applied updates at which the loop calls `_between_updates` next."""
     boundary_requested = False
     """Whether `wake` was called since the work between updates last began."""
     epoch_over = False
     at_boundary = False
-    """Whether `_between_updates` comes before any window: for unfinished work, or after a stop in `begin_epoch`."""
+    """Whether boundary work comes before the next window: unfinished work, or a stop in `begin_epoch`."""
     unfinished_boundary = ""
-    """The boundary whose work was due or interrupted where the run was left, as `interrupted_validation`; or empty."""
+    """The boundary with unfinished work from the last session, named as in `interrupted_validation`; or empty."""
     stop_reason = ""
-    """The reason given to `stop()`, in this session or in the one that has left work pending."""
-    waited = 0.0
+    """The reason given to `stop()`, in this session or in the session that left unfinished work."""
+    data_seconds = 0.0
     """Seconds spent waiting for data since the last record."""
     rank_sync: RankSync | None = None
-    """The exchange of requests between several ranks; None for one."""
+    """Exchanges requests between ranks; None for one rank."""
     snapshot: Snapshot | None = None
-    """Copies from before the update in progress of what a forward may change; None where nothing is copied."""
+    """Copies, from before the update in progress, of all that a forward may change; None if nothing is copied."""
     _begun = -1
     """The last epoch that has begun."""
     _idle = 0
@@ -102,7 +104,7 @@ class Run:
         self._find_layers()
 
     def _bind_slots(self, trainer: TrainerLike) -> None:
-        # A norm may be a collective, and is checked: all ranks measure it, whichever of them has the observer.
+        # A norm may be a collective: all ranks measure it, also those without the observer.
         wants_norm = any("grad_norm" in observer.wants for observer in trainer.observers)
         wants_norm = any(trainer.world.sum_numbers(wants_norm))
         modules = trained_modules(trainer)
@@ -114,29 +116,29 @@ class Run:
         average = None if trainer.average is None else trainer.average.bind(trainer.model, plan)
         self.lengths.follow(self.schedules.values())
         self.average = average if average is not None and average.each_update else None
-        """The average, where each update counts in it."""
+        """The average; None if it does not count each update."""
         self.weights = choose_weights(trainer, average, self._feed)
         precision = trainer.precision
         self.autocast = autocast(trainer)
-        self.scaler = None if precision is None else precision.loss_scale(trainer.device.type)
-        check_weights(self.scaler, self.gradients.parameters)
-        self.checks = trainer.on_nonfinite != "ignore" or self.scaler is not None
+        self.host_scaler = None if precision is None else precision.loss_scale(trainer.device.type)
+        check_weights(self.host_scaler, self.gradients.parameters)
+        self.checks = trainer.on_nonfinite != "ignore" or self.host_scaler is not None
         follows = trainer._hooks.after_update is not None or (precision is not None and precision.follows_updates)
         self.after_update = self._after_update if follows else None
 
     @property
     def plan(self) -> Plan:
-        """The plan, with the real lengths of the epochs that are over."""
+        """The plan, with the real lengths of finished epochs."""
         return self.lengths.plan
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """The settings of the trainer as text, for its checkpoints: those that the run was made with."""
+        """The settings of the trainer at the start of the run, as text, for its checkpoints."""
         return settings_of(self.trainer)
 
     @contextmanager
     def watching_steps(self) -> Iterator[None]:
-        """Record the steps that an `update` of the user's own makes without `apply_gradients`."""
+        """Record the optimizer steps of a custom `update` that does not call `apply_gradients`."""
         optimizers = self.trainer.optimizers.values()
         handles = [optimizer.register_step_post_hook(self._note_step) for optimizer in optimizers]
         handles += [optimizer.register_step_pre_hook(self._note_beginning) for optimizer in optimizers]
@@ -147,9 +149,9 @@ class Run:
                 handle.remove()
 
     def start_epoch(self) -> Iterator[Window]:
-        """Start the rest of the epoch and return its windows; none where the work of a boundary comes first.
+        """Call `begin_epoch`, open the data, and return the remaining windows of the epoch.
 
-        Calls `begin_epoch`, which may stop the run, and opens the data.
+        Returns no window if boundary work comes first, or if `begin_epoch` stops the run.
         """
         counters = self.counters
         self.epoch_over = self.at_boundary = False
@@ -165,17 +167,17 @@ class Run:
         return iter(()) if self.at_boundary else self._windows(self._open_epoch())
 
     def _resumes_at_boundary(self) -> bool:
-        """Return whether the work of a boundary, due or interrupted where the run was left, comes first."""
+        """Return whether unfinished boundary work comes before the next window."""
         kind, self.unfinished_boundary = self.unfinished_boundary, ""
-        self.counters.stopped = self.stop_reason  # the ends of this `fit` may be other ones
+        self.counters.stopped = self.stop_reason  # this `fit` may have other ends
         if kind == "update" and not self.counters.interrupted_validation and self.at_epoch_end:
-            return False  # the work at the epoch's end includes it
+            return False  # the work at the end of the epoch includes it
         self.epoch_over, self.at_boundary = kind == "epoch", kind != "epoch"
         self.random.restore_before_opening()
         return True
 
     def _open_epoch(self) -> Iterator[Window]:
-        """Open the data of the epoch at its next batch; return the windows that are left, of this rank's rows."""
+        """Open the data of the epoch at its next batch; return the remaining windows, with this rank's rows."""
         counters, plan = self.counters, self.plan
         begun = time.perf_counter()
         size = plan.accumulated(counters.epoch)
@@ -184,11 +186,11 @@ class Run:
         self.signals.watch_children()
         windows = self.strategy.windows(batches, size, move=self.trainer._hooks.move)
         windows = self.lengths.checked(islice(windows, left))
-        self.waited += time.perf_counter() - begun
+        self.data_seconds += time.perf_counter() - begun
         return windows
 
     def _windows(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """Fetch the windows of the epoch, until the run is stopped; begin the update of each."""
+        """Yield the windows of the epoch until the run is stopped; begin the update of each."""
         rollback, clock = self.rollback, time.perf_counter
         while True:
             begun = clock()
@@ -197,7 +199,7 @@ class Run:
             if window is None:
                 break
             rollback.phase = UPDATING
-            self.waited += clock() - begun
+            self.data_seconds += clock() - begun
             if not self.counters.rows:
                 self.first_batch.open()
             self.strategy.begin(window)
@@ -208,9 +210,9 @@ class Run:
         self.epoch_over = True
 
     def finish_update(self, window: Window) -> bool:
-        """Finish the update: adapt the loss scale, count it, restore what it changed if no step was applied.
+        """Finish the update: adapt the loss scale, count the update, roll it back if no step was applied.
 
-        Returns whether one was applied; a deferred check takes it as applied, until its numbers arrive.
+        Returns whether a step was applied. A deferred check returns True, and corrects the counters later.
         """
         counters, status = self.counters, self.strategy.status
         self.rollback.phase = COUNTING
@@ -228,7 +230,7 @@ class Run:
         return True
 
     def _finish_skipped(self) -> None:
-        """Count an update without a step, and restore what it changed; raise after many of them in a row."""
+        """Count an update without a step and roll it back; raise after `PATIENCE` of them in a row."""
         status = self.strategy.status
         self.counters.skipped += status.is_refused
         if self.snapshot is not None and status.restores:
@@ -240,7 +242,7 @@ class Run:
             raise nonfinite_policy.nothing_applied(f"{PATIENCE} updates in a row", skipped=status.applied is not None)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Run the user's `begin_epoch`, once for each epoch; find the layers again, which user code may change."""
+        """Run the user's `begin_epoch`, once per epoch; then find the layers again, which it may have changed."""
         if self._begun == epoch:
             return
         self._begun = epoch
@@ -248,15 +250,15 @@ class Run:
         self.random.epoch_start_state = {}
         if self.trainer._hooks.begin_epoch is not None:
             self.trainer._hooks.begin_epoch(epoch)
-        # Without a hook of the user's own no layer has changed; DDP finds unused ones again in each epoch.
+        # Without a hook of the user no layer changes. DDP finds unused parameters again in each epoch.
         if self.trainer._hooks.overrides_any or self.rank_sync is not None:
             self._find_layers()
         if self.rank_sync is not None and epoch and self.plan.accumulated(epoch) != self.plan.accumulated(epoch - 1):
-            self.rank_sync.start()  # the pace is another one
+            self.rank_sync.start()  # updates take another time from here on
             self.next_boundary = min(self.next_boundary, self.rank_sync.at)
 
     def check_epoch(self) -> None:
-        """Raise after an epoch in which an `update` of the user's own made no step at all."""
+        """Raise if a custom `update` made no step in the epoch."""
         if 0 < self.lengths.made <= self._idle and self.strategy.status.applied is None:
             raise nonfinite_policy.nothing_applied("an epoch", skipped=False)
 
@@ -277,7 +279,7 @@ class Run:
         self.rollback.refresh()
 
     def _plan_snapshot(self) -> None:
-        """Choose what is copied before each update: all that a skip restores, or statistics alone, or nothing."""
+        """Choose the copies made before each update: all that a skip restores, running statistics alone, or none."""
         trainer = self.trainer
         if trainer.on_nonfinite == "skip":
             self.snapshot = self.snapshot or Snapshot(Buffers(lambda: trained_modules(trainer)), UserState(trainer))
@@ -288,18 +290,18 @@ class Run:
             self.snapshot = Snapshot(Tensors(statistics, slots=slots)) if statistics else None
 
     def take_groups(self) -> None:
-        """Read the parameter groups of the optimizers again; a group may be added at any time."""
+        """Read the parameter groups of the optimizers again: a group may be added at any time."""
         self.strategy.flush()
         self.optimizer_steps.take_groups()
         self.gradients = self.optimizer_steps.all.gradients
         self.strategy.regroup()
 
     def _feed(self) -> None:
-        """Run the training data once through the model, for the BatchNorm statistics of an average."""
+        """Run the training data through the model once, for the BatchNorm statistics of an average."""
         run_training_forwards(self.trainer, self.source)
 
     def _after_update(self) -> None:
-        """Run the precision's and the user's hooks; a torch scheduler stepped there sets the next update's rate."""
+        """Run `after_update` of the precision and the user; a torch scheduler may step there and set the next rate."""
         if self.trainer.precision is not None:
             self.trainer.precision.after_update()
         if self.trainer._hooks.after_update is not None:
@@ -315,7 +317,7 @@ class Run:
         self.strategy.before_step(optimizer, closure=len(given) + len(named) > 1)  # the first is the optimizer
 
     def stop(self, reason: str) -> None:
-        """End the run at the next boundary; several ranks end after their next exchange."""
+        """End the run at the next boundary; several ranks end together, after their next exchange."""
         reason = reason or "stop() was called"
         if self.rank_sync is None:
             self.stop_now(reason)
@@ -328,23 +330,23 @@ class Run:
         self.counters.stopped = self.stop_reason = reason
 
     def wake(self) -> None:
-        """Call `_between_updates` at the next boundary; several ranks call it at their next exchange."""
+        """Have the loop call `_between_updates` after this update; several ranks: at their next exchange."""
         self.boundary_requested = True
         if self.rank_sync is None:
             self.next_boundary = 0
 
     def find_origin(self) -> NonFiniteOrigin:
-        """Find the first non-finite number of the update: in the batch, a weight, or a module's forward or backward."""
+        """Find the origin of a non-finite number: the batch, a weight, or the forward or backward of a module."""
         from trainwright.diagnostics import not_finite
 
         try:
             return not_finite.find_origin(self)
-        except Exception as error:  # a batch may hold any object; nothing that it does may replace the update's error
+        except Exception as error:  # of an object in the batch: it must not replace the error of the update
             return NonFiniteOrigin((f"where it began cannot be shown: {first_line(error, 200)}",))
 
     @property
     def at_epoch_end(self) -> bool:
-        """Whether no window of the epoch is left, by its length."""
+        """Whether no window of the epoch is left, by the length of the data."""
         counters, plan = self.counters, self.plan
         if plan.epoch_updates is not None:
             return math.ceil(counters.batch / plan.accumulated(counters.epoch)) >= plan.epoch_updates
@@ -352,10 +354,10 @@ class Run:
 
 
 def choose_strategy(run: Run) -> UpdateStrategy:
-    """Choose how the updates of a run are made: by one rank or several, checked at once or later, split or not."""
+    """Return the update strategy of a run: one rank or several, immediate or deferred check, split or not."""
     trainer = run.trainer
     path = trainer._record.path
-    path.why_immediate = why_immediate(trainer, checks=run.checks, scaler=run.scaler, schedules=run.schedules)
+    path.why_immediate = why_immediate(trainer, checks=run.checks, scaler=run.host_scaler, schedules=run.schedules)
     update = trainer.update if trainer.on_oom is None else _split_update(run)
     if trainer._hooks.has_custom_update or trainer._hooks.overrides_compute_gradients:
         update = ManualUpdate(run, update)
@@ -365,12 +367,12 @@ def choose_strategy(run: Run) -> UpdateStrategy:
         return DistributedCheck(run, update)
     if path.why_immediate:
         return UpdateStrategy(run, update)
-    may_skip = run.scaler is not None or trainer.on_nonfinite == "skip"
+    may_skip = run.host_scaler is not None or trainer.on_nonfinite == "skip"
     return DeferredSkip(run, update) if may_skip else DeferredCheck(run, update)
 
 
 def _split_update(run: Run) -> Any:
-    """Return the update that splits windows for which memory runs out."""
+    """Return the update that splits a window when memory runs out."""
     from trainwright.acceleration.oom import WindowSplitter
 
     run.trainer._record.path.splits = splitter = WindowSplitter(run)
@@ -378,38 +380,38 @@ def _split_update(run: Run) -> Any:
 
 
 class EpochLengths:
-    """The plan of a run, in which finished epochs have their real lengths.
+    """The plan of a run, with the real lengths of finished epochs.
 
     An epoch may have more or fewer windows than planned: data may be a function of the epoch, a `__len__` may be wrong,
-    and the length of a batch sampler may change. Schedules that count the ends of epochs follow. A setting that was
-    computed from the planned length (a total, a warm-up in epochs) cannot: DataError, before another update uses it.
+    and the length of a batch sampler may change. Schedules that count the ends of epochs are planned again. Settings
+    that were computed from the planned length (a total, a warm-up in epochs) are not: DataError before the next update.
     """
 
     def __init__(self, plan: Plan, source: Source, counters: Counters) -> None:
         self.plan, self._source, self._counters = plan, source, counters
         self._dependencies: list[LengthDependency] = []
-        """Settings that slots have computed from the planned lengths."""
+        """Settings that slots computed from the planned lengths."""
         self._schedules: list[BoundSchedule] = []
         self._matters = False
-        """Whether any rate or setting depends on the lengths."""
+        """Whether any learning rate or setting depends on the lengths."""
 
     @property
     def tracked(self) -> Plan:
-        """The plan to bind slots with: settings that they compute from lengths are recorded."""
+        """The plan to bind slots with; it records the settings that they compute from lengths."""
         return replace(self.plan, dependencies=self._dependencies)
 
     def follow(self, schedules: Iterable[BoundSchedule]) -> None:
-        """Plan these schedules again where epochs have other lengths. Called when all slots are bound."""
+        """Register schedules to plan again when epochs have other lengths. Called after all slots are bound."""
         self._schedules = list(schedules)
         self._matters = len(self._dependencies) > 0 or any(schedule.follows_epochs for schedule in self._schedules)
 
     @property
     def made(self) -> int:
-        """Windows of the current epoch that were trained on."""
+        """Number of windows trained on in the current epoch."""
         return ceil(self._counters.batch / self.plan.accumulated(self._counters.epoch))
 
     def checked(self, windows: Iterator[Window]) -> Iterator[Window]:
-        """The remaining windows of the epoch; DataError where a setting was computed from more or fewer."""
+        """Return the remaining windows of the epoch. DataError if a setting was computed from another length."""
         if not self._matters:
             return windows
         if self.plan.epoch_updates is None and self._source.length not in (None, self.plan.batches):
@@ -420,13 +422,13 @@ class EpochLengths:
         return chain(islice(windows, max(0, planned - self.made)), self._beyond(windows, planned))
 
     def _compare_announced(self, batches: int) -> None:
-        """Compare the length that the data give for the current epoch with the planned one."""
+        """Compare the announced length of the current epoch with the planned length."""
         windows = ceil(batches / self.plan.accumulated(self._counters.epoch))
         if windows != self.plan.updates_in(self._counters.epoch):
             self._compare(windows, f"{batches} batches", known=True)
 
     def _beyond(self, windows: Iterator[Window], planned: int) -> Iterator[Window]:
-        """The windows after the planned number of them, after comparing their number with the plan."""
+        """Yield the windows beyond the planned number, after a comparison with the plan."""
         if self.made < planned:
             self._compare(self.made, f"{self._counters.batch} batches", known=True)
             return
@@ -445,12 +447,12 @@ class EpochLengths:
             self._replan()
 
     def state_dict(self) -> list[list[int]]:
-        """The finished epochs as runs of equal ones: [how many, windows of each, applied updates of each]."""
+        """Return the finished epochs, run-length encoded: [epochs, windows per epoch, applied updates per epoch]."""
         each = [(b[0] - a[0], b[1] - a[1]) for a, b in pairwise(self.plan.past)]
         return [[len(list(group)), *alike] for alike, group in groupby(each)]
 
     def load_state_dict(self, tree: list[list[int]]) -> None:
-        """Take over the finished epochs; schedules are planned again where these were not as planned."""
+        """Load the finished epochs; plan schedules again if their lengths differ from the plan."""
         past = [(0, 0)]
         for number, windows, updates in tree:
             past += [(past[-1][0] + (k + 1) * windows, past[-1][1] + (k + 1) * updates) for k in range(number)]
@@ -460,7 +462,7 @@ class EpochLengths:
             self._replan(loaded=True)
 
     def _compare(self, windows: int, measured: str, *, known: bool) -> None:
-        """Set the length of the current epoch; DataError where a setting was computed from another one."""
+        """Set the length of the current epoch. DataError if a setting was computed from another length."""
         plan = self.plan
         real = replace(plan, now=windows if known else plan.updates_in(self._counters.epoch) + 1)  # type: ignore[operator]
         wrong = [each for each in self._dependencies if each.value is None or each.value(real) != each.value(plan)]
@@ -470,7 +472,7 @@ class EpochLengths:
         self._replan()
 
     def _replan(self, *, loaded: bool = False) -> None:
-        """Plan the schedules that count the ends of epochs again; all of them after a checkpoint was loaded."""
+        """Plan again the schedules that count the ends of epochs; after loading, all schedules."""
         for schedule in self._schedules:
             if loaded or schedule.follows_epochs:
                 schedule.replan(self.plan)
@@ -491,10 +493,10 @@ class EpochLengths:
 
 
 def _cure(wrong: list[LengthDependency], plan: Plan, *, epoch: int, length: int | None) -> str:
-    """Return what to write: the total in updates; lengths of schedules in updates; or the length of epochs."""
+    """Return the fix for the error: a total in updates, schedule lengths in updates, or the length of epochs."""
     cures = []
     if any(dependency.is_total for dependency in wrong) and plan.epochs is not None:
-        # Epochs to come are taken to be as long as this one.
+        # Assumes that later epochs are as long as this one.
         total: Any = "n" if length is None else (plan.updates_until(epoch) or 0) + length * (plan.epochs - epoch)
         beside = "" if plan.max_updates is None else f" and max_updates={plan.max_updates}"
         cures.append(f"fit(..., max_updates={total}) in the place of epochs={plan.epochs}{beside}")

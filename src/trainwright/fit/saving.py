@@ -1,4 +1,4 @@
-"""The checkpoints of a run: when they are due, the parts with state that they hold, and the observers of them."""
+"""The checkpoints of a run: when a save is due, the parts that it holds, and its report to observers."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class RunCheckpoints:
-    """Gives the state of one `fit` to the manager when a save is due; made after loading."""
+    """Passes the state of one `fit` to the checkpoint manager. Built after loading."""
 
     def __init__(self, run: Run, manager: CheckpointManager) -> None:
         self.run, self.trainer, self.counters, self.manager = run, run.trainer, run.counters, manager
@@ -36,12 +36,12 @@ class RunCheckpoints:
         """The trigger of `every`; none for "auto", which saves after each validation."""
         self._saved_at: Any = None
         self._reserves = True
-        """Whether memory for a copy of the state is still to be reserved."""
+        """Whether memory for a copy of the state is not reserved yet."""
         self._on_save = listeners(active_observers(self.trainer), "on_save")
         manager.on_result = run.wake
 
     def arrive(self) -> None:
-        """Report saves; once after the first update, when the state has its full size, reserve memory for a copy."""
+        """Report saves. At the first boundary after an update, when the state has its full size, reserve memory."""
         self.report()
         if self._reserves and self.counters.updates:
             self._reserves = False
@@ -49,20 +49,20 @@ class RunCheckpoints:
 
     def _reserve(self) -> None:
         average = self.run.weights.average
-        if average is None or not average.will_need_statistics:  # else the averaged weights take a pass over the data
+        if average is None or not average.will_need_statistics:  # else the averaged weights need a pass over the data
             with self.run.weights.evaluated():
                 self.manager.reserve(gather_state(self.trainer, self.trainer.parts()))
 
     def is_due(self, *, validated: bool, epoch_ended: bool) -> bool:
-        """Whether `every` is due. `validated`: there was a validation, or without validation data an epoch's end."""
+        """Whether a save is due. `validated`: a validation has run, or, without `val`, an epoch has ended."""
         fired = [trigger.fires(self.counters, epoch_ended=epoch_ended) for trigger in self.triggers]
         return any(fired) if fired else validated
 
     def save(self, *, instead: Mapping[str, Tree] | None = None) -> None:
-        """Gather the state of all parts and hand it to the manager; `instead`: states in place of some parts'.
+        """Gather the state of all parts and pass it to the manager. `instead`: states that replace those of parts.
 
-        With an average, part `model` has the evaluation weights, and part `average` the trained ones
-        (`EvaluationWeights.state_dict`): `load_weights` of a checkpoint gives what was validated.
+        With an average, part `model` holds the evaluation weights and part `average` the trained weights
+        (`EvaluationWeights.state_dict`): `load_weights` of a checkpoint returns the validated weights.
         """
         trainer, counters = self.trainer, self.counters
         update = counters.earlier_updates + counters.updates
@@ -71,7 +71,7 @@ class RunCheckpoints:
             measured |= row if row["update"] == update else {}
         self.run.tracker.merge(trainer.world)
         replaced = dict(instead or {})
-        if trainer.world.size > 1:  # before the evaluation weights are in the model, which have other statistics
+        if trainer.world.size > 1:  # before the evaluation weights, with other statistics, are in the model
             random = replaced.get("random") or self.run.random.state_dict()
             own = rank_state(trainer, random=random["now"], data=self.run.rollback.data_position())
             replaced[PROCESSES] = trainer.world.all_gather(own)
@@ -85,7 +85,7 @@ class RunCheckpoints:
         self._saved_at = self._position
 
     def report(self, *, wait: bool = False) -> None:
-        """Report new complete checkpoints to the observers; CheckpointError where a save has failed."""
+        """Report new complete checkpoints to the observers. CheckpointError if a save has failed."""
         with self.run.signals.held():
             saved = self.manager.completed(wait=wait)
         self.notify(saved)
@@ -98,7 +98,7 @@ class RunCheckpoints:
 
     @property
     def has_current_state(self) -> bool:
-        """Whether the state of this very boundary was saved already."""
+        """Whether the state of this boundary was saved already."""
         return bool(self._saved_at == self._position)
 
     @property
@@ -108,7 +108,7 @@ class RunCheckpoints:
 
 
 def gather_state(trainer: TrainerLike, parts: Mapping[str, Stateful]) -> dict[str, Any]:
-    """Return the state of every part for a checkpoint; without the frozen weights with `trainable_only=True`."""
+    """Return the state of every part for a checkpoint; with `trainable_only=True` without the frozen weights."""
     tree: dict[str, Any] = gather(parts)
     frozen = frozen_names(trainer)
     if frozen:
@@ -120,9 +120,9 @@ def gather_state(trainer: TrainerLike, parts: Mapping[str, Stateful]) -> dict[st
 
 
 def complete_state(trainer: TrainerLike, tree: dict[str, Any], *, origin: str) -> None:
-    """Put the frozen weights of the model into a state that was saved without them.
+    """Add the frozen weights of the model to a state that was saved without them.
 
-    CheckpointError where they are not those of the run: names, shapes, dtypes and a sample of elements are compared.
+    CheckpointError if they differ from those of the run in name, shape, dtype or a sample of elements.
     """
     saved = tree.get("model")
     if not isinstance(saved, PartialWeights):
@@ -154,14 +154,14 @@ def parts_of(run: Run, boundary: Boundary) -> dict[str, Stateful]:
         "progress": RunProgress(run),
         "totals": run.tracker,
         "data": DataPosition(run),
-        "state": _UserState(trainer),
+        "state": _TrainerStatePart(trainer),
         "random": run.random,
     }
     return {name: part for name, part in named.items() if part is not None}
 
 
 class DataPosition:
-    """Part `data`: this rank's position in the training data, after the batches that were trained on."""
+    """Part `data`: the position of this rank in the training data, after the batches trained on."""
 
     def __init__(self, run: Run, *, other_size: bool = False) -> None:
         self._run, self._other_size = run, other_size
@@ -171,13 +171,13 @@ class DataPosition:
         return self._run.rollback.data_position()
 
     def load_state_dict(self, tree: Tree) -> str | None:
-        """Seek the position for the next epoch; where the run has ended, for another `fit` of the same data."""
+        """Seek the position in the data; after an ended run, for the next `fit` of the same data."""
         ended = self._run.counters.stopped != ""
         return self._run.source.seek(tree, other_size=self._other_size, ended=ended)
 
 
 class RunProgress:
-    """Part `progress`: counters, history, finished stages, the settings it was saved under, and lengths of epochs."""
+    """Part `progress`: counters, history, finished stages, settings as text, and lengths of epochs."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
@@ -206,19 +206,19 @@ class RunProgress:
         run.optimizer_steps.load_used_lrs(tree["used_lrs"])
         epochs, counters = tree["epochs"], tree["counters"]
         if sum(number for number, *_ in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
-            raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is made
+            raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is built
         run.lengths.load_state_dict(epochs)
         if record.path.splits is not None:
             record.path.splits.limit = tree["split_at"]
         trainer._counters.load_state_dict(counters)
         trainer.history[:] = tree["history"]
         record.stages = list(tree["stages"])
-        # A reason given to `stop()` counts only where the validation and the save that it asked for are still due.
+        # A reason given to `stop()` counts only while its validation and its save are still due.
         due = trainer._counters.interrupted_validation or trainer._counters.last_boundary < trainer._counters.updates
         record.outcome.final_validation, run.stop_reason = tree["final"], tree["asked"] if due else ""
 
 
-class _UserState:
+class _TrainerStatePart:
     """Part `state`: the dict `trainer.state` of the user."""
 
     def __init__(self, trainer: TrainerLike) -> None:
@@ -229,7 +229,7 @@ class _UserState:
         return self._trainer.state
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Fill the dict, on the device of the run; with several devices each tensor stays where it was."""
+        """Fill the dict. Tensors move to the device of the run, unless the model is on several devices."""
         trainer = self._trainer
         trainer.state.clear()
         if tree:

@@ -61,7 +61,7 @@ class Console(Observer):
         """Speeds since the last line of speed."""
         self._noted = False
         """Whether a line of this run has explained a missing number."""
-        self._seconds = self._waited = 0.0
+        self._seconds = self._data_seconds = 0.0
         """Seconds of training so far, and of those the seconds spent waiting for data."""
 
     @property
@@ -82,7 +82,7 @@ class Console(Observer):
         """Print the plan of the run."""
         self._plan, self._table, self._last = plan, ConsoleTable(self.width, watched=plan.watched), None
         self._speeds, self._noted = [], False
-        self._seconds = self._waited = 0.0
+        self._seconds = self._data_seconds = 0.0
         if not plan.finished:
             self._print(*header(plan, self.width), "")
 
@@ -106,14 +106,14 @@ class Console(Observer):
         if finished:
             self._print(*at_once(finished, result, self.width))
         else:
-            waited = self._waited / self._seconds if self._waited >= WORTH_SAYING else 0.0
-            self._print(*footer(result, self.width, watched=watched, waited=waited))
+            data_share = self._data_seconds / self._seconds if self._data_seconds >= WORTH_SAYING else 0.0
+            self._print(*footer(result, self.width, watched=watched, data_share=data_share))
 
     def _row(self, record: Validation) -> None:
         if record.final or self._last != (record.epoch, record.update):
             self._last = (record.epoch, record.update)
             self._seconds += record.seconds
-            self._waited += record.waiting * record.seconds
+            self._data_seconds += record.waiting * record.seconds
             self._print(*self._table.lines(record), *record.notes)
 
     def _speed(self) -> None:
@@ -173,10 +173,10 @@ def header(plan: Plan, width: int = WIDEST) -> list[str]:
     return lines + [line for note in plan.notes for text in note.splitlines() for line in joined([text], width)]
 
 
-def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), waited: float = 0.0) -> list[str]:
+def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), data_share: float = 0.0) -> list[str]:
     """Return the lines on the end of a run: last the weights that the model holds, and advice where data were slow.
 
-    `waited`: the share of its time that training waited for data.
+    `data_share`: the share of its time that training waited for data.
     """
     values = _courses(result.history, watched)
     longest = max([8, *map(len, values)])
@@ -188,7 +188,7 @@ def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), 
     blocked = f"{duration(result.blocked)} of it waiting for saves" if result.blocked >= WORTH_SAYING else ""
     parts = [part for part in (done, blocked, skipped, result.stopped) if part]
     weights, best = f"weights: {result.weights}", result.best
-    faster = [f"{note}data waited {waited:.0%}: try workers=4"] if waited >= MUCH else []
+    faster = [f"{note}data waited {data_share:.0%}: try workers=4"] if data_share >= MUCH else []
     if best is None:
         return [*courses, *notes, *joined([*parts, weights], width, start=end), *faster]
     value = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"

@@ -64,7 +64,7 @@ class Speed:
     """The time between the two reports."""
     rows: int
     updates: int
-    waited: float
+    data_seconds: float
     """Seconds of it spent waiting for data."""
     flops_per_row: float | None = None
     """Floating-point operations of forward and backward for one row; a multiply-add is two."""
@@ -93,7 +93,7 @@ class Speed:
     @property
     def waiting(self) -> float:
         """Share of the time spent waiting for data, 0 to 1."""
-        return min(1.0, self.waited / self.seconds)
+        return min(1.0, self.data_seconds / self.seconds)
 
     @property
     def mfu(self) -> float | None:
@@ -125,7 +125,7 @@ def merged(speeds: Sequence[Speed]) -> Speed:
         seconds=sum(speed.seconds for speed in speeds),
         rows=sum(speed.rows for speed in speeds),
         updates=sum(speed.updates for speed in speeds),
-        waited=sum(speed.waited for speed in speeds),
+        data_seconds=sum(speed.data_seconds for speed in speeds),
         flops_per_row=last.flops_per_row,
         peak=last.peak,
         looks=sum(speed.looks for speed in speeds),

@@ -283,7 +283,7 @@ class Clock:
         """Start of each segment, and end of the last; seconds."""
         self.cpu_stamps: list[float] = []
         """The same in CPU time of the process."""
-        self.waited = 0.0
+        self.data_seconds = 0.0
         """Seconds of waiting for data in all segments."""
         self._rows: list[int] = []
 
@@ -314,7 +314,7 @@ class Clock:
             begun = time.perf_counter()
             batch = next(batches)
             if self.runs:
-                self.waited += time.perf_counter() - begun
+                self.data_seconds += time.perf_counter() - begun
                 self._rows[-1] += self._rows_of(batch)
             yield batch
         self._read(total // self._every)
@@ -387,6 +387,6 @@ def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source,
             free_transfer_memory(twin._hooks)
     finally:
         before.restore()
-    seconds["data"] = clock.waited
+    seconds["data"] = clock.data_seconds
     seconds["backward"] = max(0.0, clock.stamps[-1] - clock.stamps[0] - sum(seconds.values()))
     return Phases(**{name: value / updates for name, value in seconds.items()})

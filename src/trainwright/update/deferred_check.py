@@ -467,7 +467,7 @@ class DeferredSkip(DeferredCheck):
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
         device = run.trainer.device
-        scaler = DeviceScale(run.scaler, device) if isinstance(run.scaler, LossScaler) else None
+        scaler = DeviceScale(run.host_scaler, device) if isinstance(run.host_scaler, LossScaler) else None
         self.scaler = scaler  # pyright: ignore[reportIncompatibleVariableOverride]
         self._verdict = DeviceVerdict(run.trainer.on_nonfinite, device, self.scaler)
         self._loss_flag = torch.zeros((), dtype=torch.float32, device=device)

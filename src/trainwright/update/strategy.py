@@ -77,7 +77,7 @@ class UpdateStrategy:
         """Returns the arguments of `torch.autograd.backward`; records the loss, unless `step` has (several ranks)."""
         self.pending_factor: Count = 1.0
         """The factor that `unscale_and_check` applies: estimate / total of the counts, over the loss scale."""
-        self.scaler: LossScale | None = run.scaler
+        self.scaler: LossScale | None = run.host_scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.trainer, run.optimizer_steps)
         self.reports = self.reporter.is_needed

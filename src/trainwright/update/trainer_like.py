@@ -74,7 +74,7 @@ class TrainerLike(Protocol):
         """Run every micro-batch forward and backward; return the loss of the window."""
         ...
 
-    def apply_gradients(self) -> bool:
+    def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
         """Unscale the gradients, clip, check and step; return whether the update was applied."""
         ...
 
