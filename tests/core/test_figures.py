@@ -49,7 +49,7 @@ def test_a_confusion_matrix_shows_counts_in_cells_and_shares_of_the_true_class_a
     assert cells == {(0, 0): "6", (1, 0): "2", (0, 1): "0", (1, 1): "0"}
     assert axes.images[0].get_array().tolist() == [[0.75, 0.25], [0, 0]]
     assert [label.get_text() for label in axes.get_yticklabels()] == ["no", "yes"]
-    assert (axes.get_xlabel(), axes.get_ylabel()) == ("guess", "true class")
+    assert (axes.get_xlabel(), axes.get_ylabel()) == ("predicted class", "true class")
 
 
 @pytest.mark.parametrize("name", ["", "a class with a name"])

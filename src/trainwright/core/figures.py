@@ -49,7 +49,7 @@ def warn_of_missing_plots() -> None:
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, path: str | Path | None = None) -> Any:
-    """Draw a confusion matrix: rows are the true classes, columns the guesses, colours shares of the row."""
+    """Draw a confusion matrix: rows are the true classes, columns the predicted classes, colors shares of the row."""
     size = len(counts)
     side = min(14.0, max(3.4, 1.6 + 0.46 * size + 0.05 * max(map(len, names), default=0)))
     figure = _figure(side + 0.9, side)
@@ -59,7 +59,7 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, p
     image = axes.imshow(shares, cmap="Blues", vmin=0, vmax=1, interpolation="nearest")
     bar = figure.colorbar(image, ax=axes, shrink=0.75, label="share of the true class")
     bar.outline.set_visible(False)
-    axes.set(xlabel="guess", ylabel="true class")
+    axes.set(xlabel="predicted class", ylabel="true class")
     _name_classes(axes, names)
     if size <= _MOST_CELLS:
         _write_counts(axes, counts, shares)
