@@ -1,6 +1,6 @@
-"""Checks of single settings (numbers between bounds, flags, choices) and of the form of saved state; settings as text.
+"""Checks of single settings (numbers, flags, choices) and of the form of saved state; settings as text.
 
-`written` is the setting as the user wrote it, `fix` what to write instead; those raise SettingError.
+Checks of settings raise SettingError. `written`: the setting as the user wrote it. `fix`: the code to write instead.
 """
 
 from __future__ import annotations
@@ -21,22 +21,25 @@ from trainwright.core.errors import SettingError
 _HOLDS = {"at least": operator.ge, "above": operator.gt, "at most": operator.le, "below": operator.lt}
 
 _ADDRESS = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/+")
-"""The start of "s3://bucket/run", of which `Path` makes "s3:/bucket/run"; one letter is a drive of Windows."""
+"""The start of a URL such as "s3://bucket/run", also in the form "s3:/bucket/run" that `Path` makes of it.
+
+At least two letters: one letter is a Windows drive.
+"""
 _COPY = {
     "s3": ("aws s3 sync {0} {1}", "aws s3 cp {0} {1}"),
     "gs": ("gcloud storage rsync --recursive {0} {1}", "gcloud storage cp {0} {1}"),
 }
-"""By the scheme of an address: the commands that copy a directory and a file from the first to the second."""
+"""By URL scheme: the commands that copy a directory, and a file, from {0} to {1}."""
 _DOWNLOADS = ("http", "https")
 _FILES = (".safetensors", ".pt", ".pth", ".bin", ".ckpt", ".tar")
-"""Suffixes of files with weights: weights are read from a directory or a file."""
+"""Suffixes of weight files. Any other address is taken for a directory."""
 
 
 def local_path(given: str | os.PathLike[str], written: str, *, reads: bool = False, file: bool = False) -> Path:
-    """Return a path of this machine's file system; refuse "s3://bucket/run" and its like.
+    """Return a path of this machine's file system; SettingError for a URL such as "s3://bucket/run".
 
-    `written`: how the path is given, with {} in its place. `reads`: it is read, not written. `file`: it is one file,
-    not a directory. SettingError says how a local directory is mirrored.
+    `written`: the call with {} in place of the path. `reads`: whether the path is read, not written. `file`: whether it
+    is a file, not a directory. The error states the command that copies between a local path and the URL.
     """
     path = os.fspath(given)
     address = _ADDRESS.match(path)
@@ -65,7 +68,7 @@ def _not_local(address: re.Match[str], written: str, *, reads: bool, file: bool)
 def check_whole(
     value: object, written: str, *, least: int | None = 1, what: str = "a whole number", fix: str = ""
 ) -> None:
-    """Refuse a value that is no whole number, or below `least`; True and False are no numbers."""
+    """Raise SettingError unless a value is an integer of at least `least`; bools are no integers here."""
     if not isinstance(value, int) or isinstance(value, bool) or (least is not None and value < least):
         raise SettingError(written, want=what if least is None else f"{what}, at least {least}", fix=fix)
 
@@ -81,7 +84,7 @@ def check_number(
     what: str = "a number",
     fix: str = "",
 ) -> None:
-    """Refuse a value that is no finite number between the bounds; True and False are no numbers."""
+    """Raise SettingError unless a value is a finite number within the bounds; bools are no numbers here."""
     bounds = {"at least": least, "above": above, "at most": most, "below": below}
     given = {word: bound for word, bound in bounds.items() if bound is not None}
     wanted = [f"{word} {bound:g}" for word, bound in given.items()]
@@ -93,13 +96,13 @@ def check_number(
 
 
 def check_flag(value: object, written: str, *, fix: str = "") -> None:
-    """Refuse a value that is neither True nor False."""
+    """Raise SettingError unless a value is True or False."""
     if not isinstance(value, bool):
         raise SettingError(written, want="True or False", fix=fix)
 
 
 def check_choice(value: object, owner: str, name: str, *, choices: tuple[object, ...], fix: str = "") -> None:
-    """Refuse a value that is none of the choices; 1 is not True, nor 0 False."""
+    """Raise SettingError unless a value is one of the choices; 1 does not count as True, nor 0 as False."""
     if not any(value is choice or (isinstance(value, str) and value == choice) for choice in choices):
         *others, last = [f'"{choice}"' if isinstance(choice, str) else repr(choice) for choice in choices]
         want = f"{', '.join(others)} or {last}"
@@ -107,11 +110,11 @@ def check_choice(value: object, owner: str, name: str, *, choices: tuple[object,
 
 
 class FormError(ValueError):
-    """Saved state in a wrong form; the message says what is wrong, not where."""
+    """Saved state of a wrong form. The message describes the fault, without the path of the file."""
 
 
 def check_form(tree: object, /, **forms: Callable[[object], bool]) -> None:
-    """Raise FormError where saved state is no dict with these keys, or where a value does not have its form."""
+    """Raise FormError unless saved state is a dict with these keys, and each value passes the check of its key."""
     if not isinstance(tree, Mapping):
         raise FormError(f"it is a {type(tree).__name__} and no dict")
     for key, fits in forms.items():
@@ -127,22 +130,22 @@ def _wrong_value(key: str, value: object) -> FormError:
 
 
 def is_count(value: object) -> bool:
-    """Return whether a value is a count: a whole number of 0 or more, below 2**62."""
+    """Return whether a value is a count: an int from 0 to below 2**62."""
     return type(value) is int and 0 <= value < 1 << 62
 
 
 def is_number(value: object) -> bool:
-    """Return whether a value is a number that a float can hold; NaN and the infinities are."""
+    """Return whether a value is a float, including NaN and infinities, or an int within +-2**62."""
     return type(value) is float or (type(value) is int and -(1 << 62) < value < 1 << 62)
 
 
 def is_amount(value: object) -> bool:
-    """Return whether a value is a finite number, 0 or more."""
+    """Return whether a value is a finite number of at least 0."""
     return isinstance(value, int | float) and is_number(value) and 0 <= value < math.inf
 
 
 def is_text(value: object) -> bool:
-    """Return whether a value is a text that can be written and printed."""
+    """Return whether a value is a string that can be encoded: it has no surrogates."""
     return isinstance(value, str) and not any("\ud800" <= letter <= "\udfff" for letter in value)
 
 
@@ -157,7 +160,7 @@ def is_numbers(value: object) -> bool:
 
 
 def is_none_or(fits: Callable[[object], bool]) -> Callable[[object], bool]:
-    """Return a form that allows None as well."""
+    """Return a check that also accepts None."""
     return lambda value: value is None or fits(value)
 
 
@@ -167,13 +170,13 @@ def is_dict(value: object) -> bool:
 
 
 def name_of(value: object) -> str:
-    """Return the name of a function, of a class, of the function in a partial; of another object that of its class."""
+    """Return the name of a function, a class or the function of a partial; for other objects, that of their class."""
     value = value.func if isinstance(value, functools.partial) else value
     return str(getattr(value, "__name__", type(value).__name__))
 
 
 def settings_text(value: Any) -> str:
-    """Return a setting as it is written; a function, or an object whose repr is an address, by its name."""
+    """Return a setting as code. Functions, and objects whose repr has an address, are given by name."""
     if isinstance(value, dict):
         return "{" + ", ".join(f"{key!r}: {settings_text(item)}" for key, item in value.items()) + "}"
     if isinstance(value, list | tuple):
@@ -190,19 +193,19 @@ def settings_text(value: Any) -> str:
 
 
 def _dataclass_text(setting: Any) -> str:
-    """Return a dataclass with its first value and those that are not the default: `StepLR(Epochs(30), gamma=0.5)`."""
+    """Return a dataclass as code, with its first field and all non-default ones: `StepLR(Epochs(30), gamma=0.5)`."""
     shown = [field for field in fields(setting) if field.repr]
     first = next(iter(shown), None)
     given = []
     for field in shown:
         value, by_place = getattr(setting, field.name), field is first and not field.kw_only
         if by_place or field.default is MISSING or not _is_default(value, field.default):
-            # A first value that has a default, or is the only one, needs no name.
+            # The first field is written without its name if it has a default or is the only one.
             bare = by_place and (field.default is not MISSING or len(shown) == 1)
             given.append(settings_text(value) if bare else f"{field.name}={settings_text(value)}")
     return f"{type(setting).__name__}({', '.join(given)})" if given else type(setting).__name__
 
 
 def _is_default(value: Any, default: Any) -> bool:
-    """Return whether a value is the default; only plain values are compared, others may have an == of their own."""
+    """Return whether a value is the default. Only plain values and dataclasses are compared: `==` may be overridden."""
     return value is default or ((isinstance(value, str | int | float) or is_dataclass(value)) and value == default)

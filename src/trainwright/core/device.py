@@ -1,4 +1,4 @@
-"""Choose a device, place the model there, move nested batches without changing their types, and read its memory."""
+"""Devices: the choice for a run, the placement of models, moves of nested batches, and memory in use."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from trainwright.core.errors import SettingError, first_line, listed
 from trainwright.core.trees import map_tree
 
 Home = torch.device | Callable[[str], torch.device]
-"""The device of loaded state that was saved on an accelerator: one device, or a function of the saved name."""
+"""The target device of loaded state that was saved on an accelerator: one device, or a function of the saved name."""
 _FULL = (
     *("DefaultCPUAllocator: can't allocate memory", "DefaultCPUAllocator: not enough memory"),
     *("CUDA error: out of memory", "CUDA out of memory", "MPS backend out of memory"),
     *("CUBLAS_STATUS_ALLOC_FAILED", "CUDNN_STATUS_ALLOC_FAILED"),
 )
-"""Texts of errors without a class of their own that mean that memory has run out."""
+"""Messages of out-of-memory errors that torch raises as RuntimeError."""
 
 
 def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
-    """Return the device of a run and its batches; "auto" is the device of the model, else cuda, mps, cpu.
+    """Return the device of a run and its batches for `device=wanted`.
 
-    For a model on several devices it is the one of the first parameters, and `device=` is refused.
+    "auto": the model's device if it is on an accelerator, else cuda, mps or cpu, the first that is available. For a
+    model on several devices: the device of its first parameters, and SettingError for any other value than "auto".
     """
     placed = devices_of(model)
     if wanted != "auto":
@@ -50,15 +51,15 @@ def choose_device(wanted: str | torch.device, model: nn.Module) -> torch.device:
 
 
 def devices_of(module: nn.Module) -> list[torch.device]:
-    """Return the devices of a module's parameters, in their order, then those of its buffers."""
+    """Return the distinct devices of a module's parameters, then of its buffers, in order."""
     return list(dict.fromkeys(tensor.device for tensor in (*module.parameters(), *module.buffers())))
 
 
 def place(module: nn.Module, device: torch.device, *, beside: nn.Module | None = None) -> None:
-    """Move a module to `device` in place; a module on several devices stays as it is.
+    """Move a module to `device` in place; no-op for a module on several devices.
 
-    `beside`: the model of a loss or a teacher. A module on one of several devices of that model stays too: it may
-    belong to any of them.
+    `beside`: the model that a loss or a teacher belongs to. If that model is on several devices, a module on one of
+    them is not moved either.
     """
     placed, of_model = devices_of(module), [] if beside is None else devices_of(beside)
     stays = len(of_model) > 1 and set(placed) <= set(of_model)
@@ -67,7 +68,7 @@ def place(module: nn.Module, device: torch.device, *, beside: nn.Module | None =
 
 
 def refuse_meta(module: nn.Module, what: str, *, want: str = "") -> None:
-    """Refuse a module with tensors on the meta device, which have shapes and no data; `what` names it."""
+    """Raise SettingError for a module with tensors on the meta device; `what`: the module's name in the message."""
     tensors = [*module.named_parameters(), *module.named_buffers()]
     empty = [name for name, tensor in tensors if tensor.is_meta]
     if empty:
@@ -82,21 +83,21 @@ def refuse_meta(module: nn.Module, what: str, *, want: str = "") -> None:
 
 
 def homes(model: nn.Module, device: torch.device) -> Home:
-    """Return the device of state that is loaded for this model: the `device` of the run.
+    """Return the target of state that is loaded for this model: the `device` of the run.
 
-    For a model on several devices each tensor returns to its own, if the model is there still.
+    For a model on several devices, each tensor returns to the device that it was saved from, if the model uses it.
     """
     placed = {str(used): used for used in devices_of(model)}
     return device if len(placed) < 2 else lambda saved: placed.get(saved, device)
 
 
 def move(batch: Any, device: torch.device) -> Any:
-    """Return a nested batch with its tensors on `device`; tuples, named tuples, dicts, dataclasses keep their types."""
+    """Return a nested batch with its tensors on `device`; containers (as in `map_tree`) keep their types."""
     return change(batch, device, lambda tensor: tensor.to(device, non_blocking=_is_awaited(tensor, device)))
 
 
 def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -> Any:
-    """Return a nested batch with `each` applied to its tensors; an object with a method `to` is moved to `device`."""
+    """Return a nested batch with `each` applied to its tensors; objects with a method `to` are moved by that."""
 
     def changed(leaf: Any) -> Any:
         if isinstance(leaf, Tensor):
@@ -107,28 +108,28 @@ def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -
 
 
 def moves_itself(batch: Any) -> bool:
-    """Return whether a batch, or a value in it, has a method `to`."""
+    """Return whether a batch, or a value in it, is moved by its own method `to`."""
     return hasattr(batch, "to") and callable(batch.to)
 
 
 def widest_float(device: torch.device) -> torch.dtype:
-    """Return the widest floating type of a device: float64, and float32 on mps, which has no other."""
+    """Return the widest floating-point dtype of a device: float64, or float32 on mps."""
     return torch.float32 if device.type == "mps" else torch.float64
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error means that memory has run out: by torch's class, a MemoryError, or the text."""
+    """Return whether an error is an out-of-memory error: torch's class, a MemoryError, or a known message."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in _FULL)
 
 
 def release_memory(device: torch.device, free: Callable[[], None] = lambda: None) -> None:
-    """Free unreferenced memory and torch's caches; `free` is called when the device has finished its work.
+    """Free unreferenced memory and torch's caches; `free` is called once the device is idle.
 
-    The path of CUDA has not run on a GPU yet.
+    The CUDA path has not run on a GPU yet.
     """
-    gc.collect()  # reference cycles hold autograd graphs
+    gc.collect()  # reference cycles keep autograd graphs alive
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     free()
@@ -139,9 +140,9 @@ def release_memory(device: torch.device, free: Callable[[], None] = lambda: None
 
 
 def available_memory(device: torch.device) -> int:
-    """Return the bytes that new tensors may take on a CUDA device: unused ones of torch's allocator, and free ones.
+    """Return the bytes available for new tensors on a CUDA device: free memory, and cached memory of the allocator.
 
-    Within the share of the process (`torch.cuda.set_per_process_memory_fraction`). Not run on a GPU yet.
+    Respects `torch.cuda.set_per_process_memory_fraction`. Not run on a GPU yet.
     """
     free, total = torch.cuda.mem_get_info(device)
     reserved: int = torch.cuda.memory_reserved(device)
@@ -150,9 +151,10 @@ def available_memory(device: torch.device) -> int:
 
 
 def device_memory(device: torch.device) -> dict[str, int]:
-    """Return bytes by name: `allocated`, `reserved`, `peak` (of allocated, so far) on CUDA, `allocated` on mps.
+    """Return memory in bytes, by name.
 
-    On the CPU `process`, the resident memory of this process on Linux; empty where it is unknown.
+    CUDA: `allocated`, `reserved` and `peak` (of allocated so far). mps: `allocated`. CPU: `process`, the resident
+    memory of this process, on Linux only. Otherwise empty.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats(device)
@@ -162,13 +164,13 @@ def device_memory(device: torch.device) -> dict[str, int]:
     if device.type == "mps":
         return {"allocated": torch.mps.current_allocated_memory()}
     if device.type == "cpu" and sys.platform == "linux":
-        with open("/proc/self/statm", encoding="ascii") as file:  # pages: of all, and resident ones
+        with open("/proc/self/statm", encoding="ascii") as file:  # in pages: total, resident, ...
             return {"process": int(file.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")}
     return {}
 
 
 def _is_awaited(tensor: Tensor, device: torch.device) -> bool:
-    """Return whether a copy to `device` may run while the host continues."""
+    """Return whether a copy to `device` can be asynchronous."""
     return device.type == "cuda" and tensor.is_cpu and tensor.is_pinned()
 
 
@@ -187,14 +189,14 @@ def _named(wanted: str | torch.device) -> torch.device:
     if device.type not in ("cpu", "cuda", "meta"):
         try:
             torch.empty(0, device=device)
-        except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # it differs by backend
+        except (AssertionError, ImportError, NotImplementedError, RuntimeError) as error:  # depends on the backend
             what = f"device={str(wanted)!r}, and this torch cannot use it"
             raise SettingError(what, have=first_line(error, 100), fix='device="auto"') from error
     return device
 
 
 def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> SettingError:
-    """Return the refusal of `device=` for a model on several devices: it would be moved, or the setting ignored."""
+    """Return the error for `device=` with a model on several devices, which is never moved."""
     return SettingError(
         f"device={str(wanted)!r}, and the model is on several devices",
         have=", ".join(map(str, placed)),
@@ -204,14 +206,14 @@ def _moved_nowhere(wanted: str | torch.device, placed: list[torch.device]) -> Se
 
 
 def usable_cores() -> int:
-    """Return the number of cores that the affinity and the control group of this process allow; at least 1."""
+    """Return the number of cores that this process may use by its affinity and its cgroup; at least 1."""
     affinity = getattr(os, "sched_getaffinity", None)
     bound = len(affinity(0)) if affinity is not None else os.cpu_count() or 1
     return max(1, min(bound, int(_quota() or bound)))
 
 
 def _quota() -> float | None:
-    """Return the CPU quota of the control group of this process, in cores; None without a limit."""
+    """Return the CPU quota of this process's cgroup, in cores; None without a limit."""
     for path, joined in (("/sys/fs/cgroup/cpu.max", True), ("/sys/fs/cgroup/cpu/cpu.cfs_quota_us", False)):
         file = Path(path)
         if not file.is_file():

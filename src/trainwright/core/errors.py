@@ -1,4 +1,4 @@
-"""The errors of this library: what is wrong, what was given, what was expected, and what to write instead."""
+"""The errors of this library. A message states the problem, the value found, the value expected and a fix."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ from collections.abc import Sequence
 from types import FrameType
 
 NOTE = "trainwright: "
-"""The start of a note that is added to an error of the user's or torch's."""
+"""The start of a note that is added to an error of user code or of torch."""
 _ESCAPED = {code: f"\\x{code:02x}" for code in (*range(32), *range(127, 160)) if chr(code) not in "\n\t"}
 _PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 class TrainwrightError(Exception):
-    """Any error that this library raises on purpose, in addition to `ValueError` and `TypeError` for arguments.
+    """Base class of the errors of this library, which otherwise raises `ValueError` and `TypeError` for arguments.
 
-    `raise SettingError("clip=-1", want="a number above 0", fix="clip=1.0")` refuses a setting. A text alone stays as it
-    is, as pickle and errors from other processes need.
+    Example: `raise SettingError("clip=-1", want="a number above 0", fix="clip=1.0")`. With `what` alone the text is not
+    changed, as pickle and errors of other processes require.
 
     Args:
-        what: What is wrong, as it was given.
-        have: A line with what was found.
-        want: A line with what is expected.
-        fix: A line of code to write instead.
-        where: Whether to add the user's line that led here. None: where one of the other lines is given.
+        what: The first line: the problem, such as the setting as it was written.
+        have: A line with the value that was found.
+        want: A line with the value that is expected.
+        fix: A line with the code to write instead.
+        where: Whether to add the current line of user code. None: if another line is given.
     """
 
     def __init__(
@@ -43,27 +43,27 @@ class TrainwrightError(Exception):
 
 
 class SettingError(TrainwrightError, ValueError):
-    """A setting, or two settings together, that cannot work.
+    """An invalid setting, or settings that contradict each other.
 
-    Raised when it is given or before the first update; during training only where user code causes it there, as by a
-    value of a parameter group that is set by hand under a schedule, or by a name that is logged twice.
+    Raised when the setting is given, or before the first update. During training it is raised only for user code there:
+    a value that is set in a parameter group under a schedule, or a name that is logged twice.
     """
 
 
 class DataError(TrainwrightError, ValueError):
-    """Data that cannot be trained on: empty, exhausted, or of a form that no step can read."""
+    """Data that cannot be used: empty, exhausted, or of an unsupported form."""
 
 
 class StepError(TrainwrightError, RuntimeError):
-    """A step returned something that is no loss, or its graph is no longer valid when backward runs."""
+    """A step has returned no valid loss, or the graph of its loss is invalid when backward runs."""
 
 
 class NonFiniteError(TrainwrightError, ArithmeticError):
-    """A loss or a gradient was not finite; no weight was changed by it."""
+    """A loss or a gradient is NaN or infinite. The update was not applied."""
 
 
 class CheckpointError(TrainwrightError, RuntimeError):
-    """A checkpoint that is missing, damaged, of another run or of another model."""
+    """A checkpoint that is missing or damaged, or belongs to another run or another model."""
 
 
 class DistributedError(TrainwrightError, RuntimeError):
@@ -71,7 +71,7 @@ class DistributedError(TrainwrightError, RuntimeError):
 
 
 class Stopped(SystemExit):
-    """A signal has ended the run, after its update and a save; the exit status is 128 plus the signal's number.
+    """A signal has ended the run, after the current update and a save. The exit status is 128 + the signal's number.
 
     Args:
         number: The number of the signal.
@@ -81,20 +81,20 @@ class Stopped(SystemExit):
     def __init__(self, number: int, name: str) -> None:
         super().__init__(128 + number)
         self.signal = name
-        """The name of the signal: "SIGTERM"."""
+        """The name of the signal, such as "SIGTERM"."""
 
     def __reduce__(self) -> tuple[type[Stopped], tuple[int, str]]:
-        """It may be raised in another process and pickled."""
+        """Support pickling, for errors of other processes."""
         return Stopped, (int(str(self.code)) - 128, self.signal)
 
 
 def message(
     what: str, *, have: str | None = None, want: str | None = None, fix: str | None = None, where: bool = True
 ) -> str:
-    """Return a message in lines: what is wrong, then `have`, `want`, `fix` and the line of user code.
+    """Return a message of several lines: the problem, then `have`, `want`, `fix` and the line of user code.
 
-    For warnings and built-in errors; errors of this library lay out their own. Control characters are escaped: a text
-    may come from a file of an unknown author, and goes to a terminal.
+    For warnings and built-in errors; the errors of this library call it themselves. Control characters are escaped,
+    since texts may come from untrusted files and are written to a terminal.
     """
     lines = [what]
     lines += [f"  {label:<6}{text}" for label, text in (("have", have), ("want", want), ("fix", fix)) if text]
@@ -104,26 +104,26 @@ def message(
 
 
 def first_line(error: BaseException, most: int | None = None) -> str:
-    """Return the class of an error and the first line of its text, cut after `most` characters."""
+    """Return the class of an error and the first line of its message, at most `most` characters."""
     return f"{type(error).__name__}: {error}".splitlines()[0].removesuffix(": ")[:most]
 
 
 def listed(names: Sequence[str], most: int = 4) -> str:
-    """Return the first `most` names, and the number of the others."""
+    """Return the first `most` names and the number of remaining ones, as text."""
     more = f" and {len(names) - most} more" if len(names) > most else ""
     return ", ".join(name if name.isprintable() else repr(name) for name in names[:most]) + more
 
 
 def notes_of(error: BaseException) -> list[str]:
-    """Return the notes that were added to an error."""
+    """Return the notes of an error (`add_note`)."""
     notes: list[str] = getattr(error, "__notes__", [])
     return notes
 
 
 def user_line(frame: FrameType | None = None) -> str:
-    """Return ``file:line`` of the innermost frame of user code, or "".
+    """Return ``file:line`` of the innermost frame of user code; "" if there is none.
 
-    `frame`: where to begin, by default at the caller; it may be of another thread.
+    `frame`: the frame to start from, also of another thread; by default the caller.
     """
     frame = sys._getframe(1) if frame is None else frame
     while frame is not None:
@@ -136,7 +136,7 @@ def user_line(frame: FrameType | None = None) -> str:
 
 
 def warn_user(text: str) -> None:
-    """Warn at the innermost line of user code, such as the call of `fit`."""
+    """Issue a warning at the innermost line of user code, such as the call of `fit`."""
     frame, depth = sys._getframe(1), 2
     while frame.f_back is not None and not is_users(frame.f_code.co_filename):
         frame, depth = frame.f_back, depth + 1
@@ -144,15 +144,15 @@ def warn_user(text: str) -> None:
 
 
 def is_ours(name: str) -> bool:
-    """Return whether a file is one of this package."""
+    """Return whether a file belongs to this package."""
     return os.path.abspath(name).startswith(_PACKAGE)
 
 
 def is_users(name: str) -> bool:
-    """Return whether a file is neither of this package nor of an installed one."""
+    """Return whether a file is user code: neither of this package nor of an installed one."""
     return not is_ours(name) and "site-packages" not in name and not name.startswith("<") and "/lib/python" not in name
 
 
 def not_built(name: str, instead: str = "") -> SettingError:
-    """Return the error that refuses a setting that is not implemented yet."""
+    """Return the error for a setting that is not implemented yet."""
     return SettingError(f"{name} is not built yet", fix=instead or f"leave {name} out")

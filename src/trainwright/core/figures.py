@@ -1,7 +1,7 @@
-"""Figures and HTML tables of plain numbers, without the global state of pyplot. Matplotlib is imported on first use.
+"""Figures and HTML tables of plain numbers, without pyplot's global state. Matplotlib is imported on first use.
 
-A plot is returned as a matplotlib `Figure`, which a notebook displays; with `path` it is saved too, in the format of
-the suffix. SettingError without matplotlib, or for a suffix that it cannot write.
+Functions return a matplotlib `Figure`, which notebooks display. With `path` it is also saved, in the format of the
+suffix. SettingError without matplotlib, or for a suffix that it does not support.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ if TYPE_CHECKING:
     from trainwright.core.records import Best
 
 _MOST_CELLS = 40
-"""The number of classes up to which a confusion matrix shows counts."""
+"""The most classes for which a confusion matrix shows counts."""
 _MOST_PANELS = 12
-"""The number of columns up to which each has a panel."""
+"""The most columns with separate panels."""
 _POSITIONS = frozenset({"epoch", "update"})
 _GREY = "0.55"
 
 
 def warn_of_missing_plots() -> None:
-    """Warn where user code that is running will call `plot`, and matplotlib is not installed.
+    """Warn if running user code contains a call of `plot` and matplotlib is not installed.
 
-    Called when `fit` begins: a plot at the end of a long run would otherwise be the first to fail.
+    Called when `fit` begins, so that a plot at the end of a long run does not fail unexpectedly.
     """
     if find_spec("matplotlib") is not None:
         return
@@ -49,7 +49,7 @@ def warn_of_missing_plots() -> None:
 
 
 def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, path: str | Path | None = None) -> Any:
-    """Draw a confusion matrix: rows are the true classes, columns the predicted classes, colors shares of the row."""
+    """Draw a confusion matrix: rows are true classes, columns predicted ones; colors show the fraction of the row."""
     size = len(counts)
     side = min(14.0, max(3.4, 1.6 + 0.46 * size + 0.05 * max(map(len, names), default=0)))
     figure = _figure(side + 0.9, side)
@@ -67,9 +67,9 @@ def confusion_figure(counts: Sequence[Sequence[int]], names: Sequence[str], *, p
 
 
 def values_figure(target: Tensor, output: Tensor, *, names: Sequence[str] = (), path: str | Path | None = None) -> Any:
-    """Draw outputs over targets, both (rows, columns), a panel for each column, with the line where they are equal.
+    """Draw outputs over targets, both (rows, columns), with the line of equality; one panel per column.
 
-    More than 12 columns share one panel. Rows that are not finite cannot be drawn; the title counts them.
+    More than 12 columns share one panel. Non-finite rows are not drawn; the title states their number.
     """
     target, output = target.detach().double().cpu(), output.detach().double().cpu()
     columns = list(zip(target.unbind(1), output.unbind(1), strict=True))
@@ -85,10 +85,10 @@ def values_figure(target: Tensor, output: Tensor, *, names: Sequence[str] = (), 
 def history_figure(
     rows: Sequence[Mapping[str, float]], *, best: Best | None = None, path: str | Path | None = None
 ) -> Any:
-    """Draw a history by epoch, or by update where it has several rows in an epoch: losses, other numbers, rates.
+    """Draw a history by epoch, or by update if an epoch has several rows.
 
-    A panel for the losses, one for each other number (training and validation together), one for the learning rates.
-    A value that is not finite is a cross at the panel's foot. `best` is the `Best` of the run, marked in all panels.
+    One panel shows the losses, one each other number (training and validation together), one the learning rates. A
+    non-finite value is drawn as a cross at the bottom. `best`, the `Best` of the run, is marked in all panels.
     """
     if not rows:
         raise SettingError("there is no history to draw", want="at least one validation or finished epoch")
@@ -115,7 +115,7 @@ def schedule_figure(
     updates_per_epoch: int | None = None,
     path: str | Path | None = None,
 ) -> Any:
-    """Draw the learning rate of each group by update, from 1; `rates` holds a row per update, a rate per group."""
+    """Draw the learning rate of each group by update, from 1. `rates`: one row per update, one rate per group."""
     figure = _figure(6.4, 3.6)
     axes = figure.add_subplot()
     updates = range(1, len(rates) + 1)
@@ -144,10 +144,10 @@ def lr_range_figure(
     marks: Mapping[str, float],
     path: str | Path | None = None,
 ) -> Any:
-    """Draw the losses of a sweep over its rates, smoothed ones too, with a line at each of the rates in `marks`.
+    """Draw losses and smoothed losses of a sweep over learning rates, with a vertical line at each rate in `marks`.
 
-    The first mark is a solid line. The height is that of the losses up to the lowest one, and half as much again, so
-    that a later divergence does not flatten the rest.
+    The first mark is a solid line. The vertical range is that of the losses up to the minimum plus 50 %, so that a
+    later divergence does not flatten the curve.
     """
     figure = _figure(6.4, 4.0)
     axes = figure.add_subplot()
@@ -170,7 +170,7 @@ def lr_range_figure(
 
 
 def _figure(width: float, height: float) -> Any:
-    """Make an empty figure that draws itself by Agg, so that no backend of the process is chosen or changed."""
+    """Return an empty figure with an Agg canvas, so that the backend of the process is neither chosen nor changed."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -181,7 +181,7 @@ def _figure(width: float, height: float) -> Any:
         ) from error
 
     class ShownFigure(Figure):
-        """A figure that a notebook shows, whether pyplot has been imported or not."""
+        """A figure that notebooks display even if pyplot is not imported."""
 
         def _repr_png_(self) -> bytes:
             buffer = BytesIO()
@@ -268,7 +268,7 @@ def _draw_values(axes: Any, true: Tensor, predicted: Tensor, *, title: str) -> N
 
 
 def _grouped(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
-    """The numbers of each panel, by its title: losses first, rates last."""
+    """Return the names of numbers in each panel, by panel title: losses first, learning rates last."""
     names = list(dict.fromkeys(name for row in rows for name in row if name not in _POSITIONS))
     rates = [name for name in names if name == "lr" or name.startswith("lr_")]
     losses = [name for name in names if name not in rates and (name == "loss" or name.endswith("_loss"))]
@@ -280,7 +280,7 @@ def _grouped(rows: Sequence[Mapping[str, float]]) -> dict[str, list[str]]:
 
 
 def _without_prefix(name: str, names: Sequence[str]) -> str:
-    """The number that a validation's number is of: `accuracy` for `val_accuracy` and `val_easy_accuracy`."""
+    """Return a name without its validation prefix: `accuracy` for `val_accuracy` and `val_easy_accuracy`."""
     if not name.startswith("val_"):
         return name
     bare = name.removeprefix("val_")
@@ -322,14 +322,14 @@ def _whole_ticks(axes: Any, places: Sequence[float]) -> None:
         axes.set_xlim(places[0] - 1, places[0] + 1)
 
 
-# Small tables by which notebooks show records: escaped, without colors of their own, in light and in dark.
+# HTML tables of records for notebooks: escaped, and without colors, for light and dark themes.
 
 _MOST_ROWS = 12
-"""Rows of a history that are shown: the last ones."""
+"""The most rows of a history that are shown; the last ones."""
 
 
 def html_table(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> str:
-    """Return a table; the first cell of a row is its name."""
+    """Return an HTML table; the first cell of each row is its heading."""
     top = f"<thead><tr>{''.join(f'<th>{_html_text(name)}</th>' for name in head)}</tr></thead>" if head else ""
     lines = "".join(
         f'<tr><th style="text-align: left">{_html_text(name)}</th>'
@@ -341,12 +341,12 @@ def html_table(rows: Iterable[Sequence[Any]], *, head: Sequence[str] = ()) -> st
 
 
 def html_pairs(values: Mapping[str, Any]) -> str:
-    """Return a table of names and values, without values that are empty."""
+    """Return an HTML table of names and values, without empty values."""
     return html_table((name, value) for name, value in values.items() if value not in (None, "", (), {}))
 
 
 def html_history(history: Sequence[Mapping[str, float]]) -> str:
-    """Return the last rows of a history as a table; empty without one."""
+    """Return the last rows of a history as an HTML table."""
     names = list(dict.fromkeys(name for row in history for name in row))
     hidden = len(history) - _MOST_ROWS
     note = f"<p>{hidden} earlier rows are not shown.</p>" if hidden > 0 else ""

@@ -1,4 +1,4 @@
-"""The only place where numbers are read from tensors: several at once, in one read for each device."""
+"""The only module that reads numbers from tensors: several together, in one transfer per device."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from trainwright.core.device import widest_float
 
 
 def read(values: Sequence[float | Tensor]) -> list[float]:
-    """Return every value as a float; tensors on an accelerator are read together, once.
+    """Return all values as floats; tensors on an accelerator are read in one transfer, which synchronizes.
 
-    The values are scalars (plain numbers, or tensors of one element). On the CPU a read waits for nothing.
+    The values are scalars: plain numbers, or tensors of one element. Reads from the CPU do not wait.
     """
     numbers = []
     for value in values:
@@ -27,13 +27,13 @@ def read(values: Sequence[float | Tensor]) -> list[float]:
 
 
 host_value = Tensor.item
-"""Returns the value of a scalar on the CPU, which waits for nothing."""
+"""Returns the value of a scalar tensor on the CPU, without a wait."""
 
 
 def as_count(count: float | Tensor) -> float | Tensor:
-    """Return a count that can be divided by: a number, or on an accelerator a scalar in its widest float.
+    """Return a count as a divisor: a number, or for a tensor on an accelerator a scalar of its widest float dtype.
 
-    A read from the CPU waits for nothing. Torch divides integers in float32.
+    Wide, since torch divides integers in float32. Tensors on the CPU are read, which does not wait.
     """
     if not isinstance(count, Tensor):
         return count

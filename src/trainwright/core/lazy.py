@@ -1,6 +1,6 @@
-"""Imports the public names of a package when they are first used; its stub `__init__.pyi` is the table of them.
+"""Lazy imports of the public names of a package (PEP 562, as in `lazy_loader`); its stub `__init__.pyi` lists them.
 
-Type checkers read the same stub, so that one line says where a name comes from (PEP 562, as in `lazy_loader`).
+Type checkers read the same stub, so the module of each name is stated once.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ class _Table(NamedTuple):
     modules: dict[str, str]
     """The module of each name."""
     packages: tuple[str, ...]
-    """Public packages inside, which hold further names."""
+    """Public subpackages."""
 
 
 def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Return `__getattr__` and `__dir__` of a package that has a stub; the stub is read at the first use."""
+    """Return `__getattr__` and `__dir__` for a package with a stub, which is read at the first use."""
 
     def get(name: str) -> Any:
         table = _table(package)
@@ -38,7 +38,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
             value = table.public
         else:
             raise AttributeError(_unknown(name, package, table), name=name, obj=sys.modules[package])
-        setattr(sys.modules[package], name, value)  # the next use finds it without this function
+        setattr(sys.modules[package], name, value)  # later uses do not call this function
         return value
 
     def names() -> list[str]:
@@ -50,7 +50,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
 
 @cache
 def _table(package: str) -> _Table:
-    """Read the stub of a package; of a module without one, the classes and functions that it defines."""
+    """Return the names in the stub of a package, or the classes and functions that a module defines."""
     outer, _, own = package.rpartition(".")
     spec = find_spec(package)
     is_package = spec is not None and spec.submodule_search_locations is not None
@@ -70,7 +70,7 @@ def _table(package: str) -> _Table:
 
 
 def _unknown(name: str, package: str, table: _Table) -> str:
-    """Return the text of an AttributeError, with the package that has the name where one has it."""
+    """Return the text of an AttributeError, with the subpackage that has the name, if any."""
     text = f"module {package!r} has no attribute {name!r}"
     held = [f"{package}.{inner}" for inner in table.packages if name in _table(f"{package}.{inner}").modules]
     return f"{text}: write `from {held[0]} import {name}`" if held else text

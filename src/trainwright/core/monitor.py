@@ -1,4 +1,4 @@
-"""Which value of a monitored number is better: for early stopping, the best checkpoint, and `Plateau`."""
+"""Comparison of values of a monitored number, for early stopping, the best checkpoint and `Plateau`."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Mode = Literal["min", "max"]
 
 
 def sort_key(value: float | None, mode: Mode) -> float:
-    """Return the sort key of a value: the smaller key is the better value.
+    """Return the sort key of a value: smaller keys are better.
 
-    "a is better than b" is `sort_key(a, mode) < sort_key(b, mode)`. The key of None, of NaN and of the worst infinity
-    is infinity, so that none of them is better than any value.
+    Value a is better than b if `sort_key(a, mode) < sort_key(b, mode)`. The key of None, NaN and the worst infinity is
+    infinity: they are better than no value.
     """
     if value is None or math.isnan(value):
         return math.inf
@@ -24,9 +24,9 @@ def sort_key(value: float | None, mode: Mode) -> float:
 
 
 def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
-    """Return the mode of a monitor: "min" for a loss without one; SettingError for any other name without one.
+    """Return the mode of a monitored number; by default "min" for a name that ends in "loss", else SettingError.
 
-    `call` is the line to write, with placeholders for the monitor and the mode.
+    `call`: the code of the setting, with placeholders for monitor and mode.
     """
     if not isinstance(monitor, str) or not monitor:
         raise SettingError(call.format(monitor, mode), want='the name of a number, such as "val_loss"')
@@ -43,7 +43,7 @@ def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
 
 
 def require_monitor(monitor: str, produced: Collection[str], asked_by: str) -> None:
-    """Refuse to monitor a number that is not among the `produced` ones."""
+    """Raise SettingError unless the monitored number is one of `produced`."""
     if monitor not in produced:
         numbers = [name for name in produced if name not in ("epoch", "update")]
         raise SettingError(

@@ -1,4 +1,4 @@
-"""The counters of a run: `Counters` with one writer, and `Progress`, the read-only view for everybody else."""
+"""The counters of a run: `Counters`, which `fit` writes, and `Progress`, their read-only view."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from trainwright.core.checks import FormError, check_form, is_amount, is_count, 
 
 @dataclass(slots=True)
 class Counters:
-    """Every counter of a run. `fit` alone writes them; they are in every checkpoint."""
+    """All counters of a run. Written by `fit` only, and part of every checkpoint."""
 
     stage: int = 0
-    """The number of this `fit` of the trainer, from 0."""
+    """The index of this `fit` of the trainer, from 0."""
     epoch: int = 0
     """The current epoch of this stage, from 0, as in `Source.epoch`; records add `earlier_epochs`."""
     begun: bool = False
     """Whether `begin_epoch` of the current epoch has run."""
     batch: int = 0
-    """Micro-batches of this epoch that were trained on."""
+    """Trained micro-batches of this epoch."""
     updates: int = 0
-    """Updates of this stage in which an optimizer step was applied: the clock of schedules, ends and intervals."""
+    """Applied optimizer steps of this stage: the clock of schedules, ends and intervals."""
     rows: int = 0
-    """Rows of this stage that were trained on."""
+    """Trained rows of this stage."""
     skipped: int = 0
     """Skipped updates of this stage (fp16 overflow, or `on_nonfinite="skip"`)."""
     earlier_updates: int = 0
@@ -36,9 +36,9 @@ class Counters:
     validated_at: int = -1
     """`updates` at the last validation; -1 before the first."""
     last_boundary: int = 0
-    """`updates` at the last boundary; where it is less than `updates`, work that fell due since is still to be done."""
+    """`updates` at the last boundary. If it is less than `updates`, work that is due since then remains to be done."""
     interrupted_validation: str = ""
-    """The boundary whose validation is running: "start", "update", "epoch" or "final" (early end); empty for none.
+    """The boundary whose validation is running: "start", "update", "epoch" or "final" (early end); else empty.
 
     In a checkpoint: the boundary whose validation was interrupted.
     """
@@ -46,11 +46,11 @@ class Counters:
     """Why the run stopped; empty while it runs."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data."""
+        """Return the counters as a dict of plain data."""
         return {_SAVED_NAMES.get(name, name): value for name, value in asdict(self).items()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Restore saved counters. FormError where one is missing, of another type, negative or impossible."""
+        """Restore saved counters; FormError if one is missing, of another type, negative or impossible."""
         names = {field.name: _SAVED_NAMES.get(field.name, field.name) for field in fields(self)}
         check_form(tree, **{saved: _FORMS.get(saved, is_count) for saved in names.values()})
         trained = tree["rows"] + tree["updates"] + tree["skipped"]
@@ -68,7 +68,7 @@ _FORMS: dict[str, Callable[[object], bool]] = {
     "interrupted_validation": lambda value: value in ("", "start", "update", "epoch", "final"),
     "stopped": is_text,
 }
-"""The forms of the saved fields that are not counts."""
+"""Checks of the saved fields that are not counts."""
 _SAVED_NAMES = {"validated_at": "validated"}
 """Fields with another name in checkpoints."""
 
@@ -88,7 +88,7 @@ class Progress:
 
     @property
     def batch(self) -> int:
-        """Micro-batches of this epoch that were trained on."""
+        """Trained micro-batches of this epoch."""
         return self._counters.batch
 
     @property
@@ -98,7 +98,7 @@ class Progress:
 
     @property
     def rows(self) -> int:
-        """Rows of this stage that were trained on."""
+        """Trained rows of this stage."""
         return self._counters.rows
 
     @property

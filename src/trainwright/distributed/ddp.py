@@ -1,4 +1,4 @@
-"""`DDP(...)`: torch's DistributedDataParallel around a module whose forward is the step; averages of gradients."""
+"""`DDP(...)`: wraps the training step in torch's DistributedDataParallel, or averages complete gradients itself."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ COMPRESSIONS = ("bf16", "fp16")
 @suggests
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DDP(Parallel):
-    """Data parallelism on several ranks: each has a complete model, and gradients are averaged.
+    """Data parallelism: each rank holds a complete copy of the model, and gradients are averaged over the ranks.
 
     Args:
-        timeout: Seconds after which a rank that does not answer ends the run.
-        backend: The backend of `torch.distributed`. None: nccl on CUDA devices, else gloo.
-        find_unused_parameters: Whether some parameters may get no gradient. "auto" looks at the first window.
-        static_graph: Whether the same parameters are used in the same order in every step.
+        timeout: Seconds to wait for a rank that does not answer; then the run ends.
+        backend: Backend of `torch.distributed`. None: nccl on CUDA devices, else gloo.
+        find_unused_parameters: Whether some parameters may get no gradient. "auto" finds out in the first window.
+        static_graph: Whether every step uses the same parameters in the same order.
         gradient_as_bucket_view: Whether gradients are views of the buckets.
-        bucket_mb: The size of a bucket in MB. None: that of torch.
-        compress: "bf16" or "fp16": reduce gradients in this dtype (bf16 only on nccl).
-        sync_batchnorm: Whether BatchNorm layers normalize over the rows of all ranks. They become torch's
-            SyncBatchNorm, in place.
+        bucket_mb: Size of a bucket in MB. None: torch's default.
+        compress: "bf16" or "fp16": reduce gradients in this dtype. "bf16" requires nccl.
+        sync_batchnorm: Whether BatchNorm layers normalize over the rows of all ranks. The layers are converted to
+            torch's SyncBatchNorm, in place.
         sync_buffers: Whether rank 0's buffers are broadcast before each update, as in torch's DDP. Otherwise every rank
-            trains with its own, and those of rank 0 are evaluated and saved.
+            trains with its own buffers; those of rank 0 are evaluated and saved.
         same_noise: Whether all ranks draw the same random numbers.
     """
 
@@ -71,26 +71,26 @@ class Wrapped:
         extra["forward_sync_buffers" if "forward_sync_buffers" in known else "broadcast_buffers"] = False
         parameter = next(module.parameters())
         self.unused = unused
-        """Whether parameters may get no gradient."""
+        """Whether some parameters may get no gradient."""
         self.ddp = DistributedDataParallel(
             module,
             device_ids=[parameter.device] if _on_one_device(module) else None,
             process_group=world.group,
-            init_sync=False,  # the run has given every rank the weights of the first
+            init_sync=False,  # the weights of rank 0 were broadcast before
             find_unused_parameters=unused,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             static_graph=settings.static_graph,
             **extra,
         )
         self._records = settings.static_graph
-        """Whether this is the first window, in which torch records the graph and averages after each micro-batch."""
+        """Whether torch still records the static graph, in the first window: it averages after each micro-batch."""
         if settings.compress is not None:
             _compress(self.ddp, settings.compress, world)
 
     def __call__(self, batch: Any, *, last: bool) -> Any:
-        """Run the forward; gradients are averaged in the backward of the `last` micro-batch of a window alone.
+        """Run the forward; average gradients in the backward of the `last` micro-batch of a window only.
 
-        In the first window of a static graph they are averaged in each: torch records the graph where it averages.
+        In the first window of a static graph every backward averages: torch records the graph only then.
         """
         if last or self._records:
             self._records = self._records and not last
@@ -99,7 +99,7 @@ class Wrapped:
             return self.ddp(batch)
 
     def check(self) -> None:
-        """Raise StepError where a bucket still waits for the gradient of a parameter that was not used."""
+        """Raise StepError if a bucket still waits for the gradient of an unused parameter."""
         try:
             check_reducer_finalized(self.ddp)
         except RuntimeError as error:
@@ -114,7 +114,7 @@ class Wrapped:
 def convert_batchnorm(model: nn.Module, world: ProcessGroupWorld, *, device: torch.device) -> None:
     """Convert every BatchNorm layer of `model` to SyncBatchNorm, in place.
 
-    SettingError on the CPU, where torch has none, and for a model that is a BatchNorm layer itself.
+    SettingError on the CPU, where torch has no SyncBatchNorm, and for a model that is itself a BatchNorm layer.
     """
     if not any(_is_norm(module) for module in model.modules()):
         return
@@ -123,7 +123,7 @@ def convert_batchnorm(model: nn.Module, world: ProcessGroupWorld, *, device: tor
         what = "DDP(sync_batchnorm=True): torch's SyncBatchNorm, which takes a layer's place"
         fix = "DDP() without sync_batchnorm: each process normalises over its own rows"
         raise SettingError(what, have=have, want="BatchNorm layers inside a model on an accelerator", fix=fix)
-    nn.SyncBatchNorm.convert_sync_batchnorm(model, world.group)  # in place, but for a model that is such a layer
+    nn.SyncBatchNorm.convert_sync_batchnorm(model, world.group)  # in place, except for a bare BatchNorm layer
 
 
 def _is_norm(module: nn.Module) -> bool:
@@ -153,12 +153,12 @@ def _on_one_device(module: nn.Module) -> bool:
 # Averages of complete gradients over the ranks, in few collectives.
 
 BYTES = 25 * 2**20
-"""The size of a bucket by default, as in torch's DDP."""
+"""Default size of a bucket in bytes, as in torch's DDP."""
 _WIDE = (torch.float32, torch.float64)
 
 
 class GradientBuckets:
-    """Parameters in buckets: of one device and dtype, up to a number of bytes each; one collective for each."""
+    """Buckets of parameters for gradient averaging: one device and dtype, and one collective, per bucket."""
 
     def __init__(self, parameters: Iterable[Tensor], world: World, *, bucket_mb: float | None = None) -> None:
         self._world = world
@@ -169,21 +169,21 @@ class GradientBuckets:
             kinds.setdefault((parameter.device, parameter.dtype), []).append(parameter)
         for alike in kinds.values():
             self._buckets += split_by_bytes(alike, most)
-        self._buckets.sort(key=lambda bucket: bucket[0].dtype not in _WIDE)  # the first carries the additional numbers
+        self._buckets.sort(key=lambda bucket: bucket[0].dtype not in _WIDE)  # the first one also reduces `carried`
         self._found: list[Tensor] = []
-        """By bucket: for each parameter the fraction of ranks that had a gradient of it."""
+        """By bucket: the fraction of ranks with a gradient, for each parameter."""
         self._read: list[float] | None = None
 
     @property
     def unused(self) -> bool:
-        """Whether some parameter had no gradient on some rank in the last `average`; reads the device."""
+        """Whether some parameter had no gradient on some rank in the last `average`. Waits for the device."""
         return any(share < 1 - 0.5 / self._world.size for share in self._shares())
 
     def average(self, carried: Tensor) -> Tensor:
-        """Replace every gradient by its mean over the ranks; return the mean of `carried`, two numbers.
+        """Replace every gradient by its mean over the ranks; return the mean of `carried`, a tensor of two numbers.
 
-        A gradient that only some ranks have is 0 on the others; one that none has stays None. A rank that has all of
-        them reads nothing back from the device, another one once.
+        A missing gradient counts as 0 if another rank has one, and stays None if no rank has one. Only a rank with
+        missing gradients reads from the device, once.
         """
         self._found, self._read = [], None
         missing: list[tuple[int, Tensor, Tensor]] = []
@@ -208,7 +208,7 @@ class GradientBuckets:
         return carried
 
     def _mean(self, bucket: list[Tensor], carried: Tensor) -> tuple[Tensor, ...]:
-        """Return the means of the gradients of a bucket, the fractions of ranks that had them, and of `carried`."""
+        """Return the mean gradients of a bucket, the fractions of ranks with a gradient, and the mean of `carried`."""
         dense = [_dense(parameter) for parameter in bucket]
         like = dense[0]
         if all(parameter.grad is not None for parameter in bucket):
@@ -222,7 +222,7 @@ class GradientBuckets:
         return pieces
 
     def _shares(self) -> list[float]:
-        """Return for each parameter the fraction of ranks that had a gradient; one read after each `average`."""
+        """Return the fraction of ranks with a gradient, for each parameter; read once after each `average`."""
         if self._read is None:
             device = self._found[0].device if self._found else None
             found = [one.to(device, torch.float32) for one in self._found]
@@ -232,7 +232,7 @@ class GradientBuckets:
 
 
 def _dense(parameter: Tensor) -> Tensor:
-    """Return the gradient of a parameter as a dense, contiguous, real tensor; zeros where it has none."""
+    """Return the gradient of a parameter as a dense, contiguous, real tensor; zeros if it has none."""
     gradient = parameter.grad
     if gradient is None:
         gradient = torch.zeros_like(parameter, memory_format=torch.contiguous_format).detach()
@@ -243,7 +243,7 @@ def _dense(parameter: Tensor) -> Tensor:
 
 
 def _take(parameter: Tensor, mean: Tensor) -> None:
-    """Set the gradient of a parameter to the mean, in place where it has one."""
+    """Set the gradient of a parameter to the mean, in place if it has a gradient."""
     shaped = mean.view(*parameter.shape, 2) if parameter.is_complex() else mean.view(parameter.shape)
     shaped = torch.view_as_complex(shaped) if parameter.is_complex() else shaped
     gradient = parameter.grad
@@ -257,5 +257,5 @@ def _take(parameter: Tensor, mean: Tensor) -> None:
 
 
 def fingerprint(parameters: Sequence[Tensor]) -> dict[int, tuple[int, int]]:
-    """Return the identity and version of each gradient: it differs after a gradient was made or changed."""
+    """Return identity and version of each gradient, by parameter; they differ once a gradient was made or changed."""
     return {id(p): (0, 0) if p.grad is None else (id(p.grad), version_of(p.grad)) for p in parameters}

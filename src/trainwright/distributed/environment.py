@@ -1,7 +1,7 @@
-"""How this process finds the others: rank and world size from variables, and the meeting in a store.
+"""Rank and world size from environment variables, and the rendezvous of the ranks in a store.
 
-Variables of torchrun, MPI's launchers and Slurm's `srun` are read. A launcher's store outlives the processes that it
-restarts; every wait for a rank in it has a limit, and is reported.
+Reads the variables of torchrun, MPI launchers and Slurm's `srun`. A launcher's store outlives the processes that it
+restarts. Every wait for another rank has a time limit and is reported.
 """
 
 from __future__ import annotations
@@ -21,27 +21,27 @@ from typing import Any, NoReturn
 from trainwright.core.errors import SettingError
 
 _LAST_STEP = 0xFFFFFFF0
-"""Slurm numbers the steps that are shells (batch, interactive, extern) from here on."""
+"""The first step id that Slurm gives to shells (batch, interactive, extern)."""
 _ALONE = "parallel=None for a process of its own"
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """The place of this process among several that were started together."""
+    """Rank, world size and rendezvous address of a process that a launcher has started."""
 
     rank: int
     size: int
     local_rank: int | None
-    """The rank on its machine, None where no variable has it."""
+    """The rank on its machine; None if no variable states it."""
     address: str
-    """The address of the store of rank 0 or its launcher, "host:port"."""
+    """The address of the store of rank 0 or of the launcher, "host:port"."""
     launcher: str
-    """The launcher whose variables these are: "torchrun", "mpirun" or "srun"."""
+    """The launcher that set the variables: "torchrun", "mpirun" or "srun"."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Mpi:
-    """The variables of one family of MPI launchers; of several names the first that is set counts."""
+    """The variables of one family of MPI launchers; of several names, the first one that is set counts."""
 
     rank: str
     size: str
@@ -50,7 +50,7 @@ class _Mpi:
 
 
 _PMI = _Mpi("PMI_RANK", "PMI_SIZE", ("MPI_LOCALRANKID", "PMI_LOCAL_RANK"), ("MPI_LOCALNRANKS", "PMI_LOCAL_SIZE"))
-"""MPICH, Intel MPI, MS-MPI; `srun --mpi=pmi2` sets rank and size too."""
+"""MPICH, Intel MPI, MS-MPI. `srun --mpi=pmi2` sets rank and size too."""
 _LAUNCHERS = (
     *(  # Open MPI; MVAPICH2
         _Mpi(f"{name}_RANK", f"{name}_SIZE", (f"{name}_LOCAL_RANK",), (f"{name}_LOCAL_SIZE",))
@@ -59,16 +59,16 @@ _LAUNCHERS = (
     _PMI,
 )
 _JOBS = ("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", "PMI_JOBID", "SLURM_JOB_ID")
-"""Variables that all processes of one `mpirun` share, and those of another do not."""
+"""Variables with an id of the job: equal in all processes of one `mpirun`, different in another."""
 _SIZES = (*(one.size for one in _LAUNCHERS), "JSM_NAMESPACE_SIZE", "FLUX_JOB_SIZE", "LOCAL_WORLD_SIZE")
 _RANKS = ("PMIX_RANK", "PALS_RANKID", "LOCAL_RANK")
 
 
 def read_environment() -> Place | None:
-    """Return rank and world size of this process, None where it is the only one.
+    """Return rank and world size of this process; None if it is the only one.
 
-    Raises SettingError where the variables contradict each other, since all ranks would wait for one that never comes,
-    and where one of them implies several processes that cannot form a group.
+    Raises SettingError if variables contradict each other, since ranks would then wait for a rank that does not exist,
+    and if a variable implies several processes that cannot form a group.
     """
     if "WORLD_SIZE" in os.environ or "RANK" in os.environ:
         place = _of_torchrun()
@@ -85,9 +85,9 @@ def read_environment() -> Place | None:
 
 
 def rank_and_size() -> tuple[int, int]:
-    """Return this process's rank and the world size: of the initialized process group, else of the environment.
+    """Return rank and world size of this process, from the initialized process group or else from the environment.
 
-    Raises SettingError where the variables contradict each other.
+    Raises SettingError if variables contradict each other.
     """
     import torch
 
@@ -98,7 +98,7 @@ def rank_and_size() -> tuple[int, int]:
 
 
 def check_alone(what: str) -> None:
-    """Refuse a run of one process, for the reason `what`, where a variable says that several were started."""
+    """Raise SettingError if a variable implies that several processes were started; `what`: why this one is alone."""
     least = {name: 1 for name in _SIZES} | {name: 0 for name in _RANKS}
     if _size_of_step():
         least["SLURM_STEP_NUM_TASKS" if "SLURM_STEP_NUM_TASKS" in os.environ else "SLURM_NTASKS"] = 1
@@ -113,19 +113,19 @@ def check_alone(what: str) -> None:
 
 
 def is_shell_of_slurm() -> bool:
-    """Return whether this is the shell of a Slurm job, which runs once and has room for several processes."""
+    """Return whether this is the shell of a Slurm job: it runs once, with the resources of several tasks."""
     names = ("WORLD_SIZE", "RANK", *_SIZES, *_RANKS)
     return "SLURM_NTASKS" in os.environ and not _size_of_step() and not any(name in os.environ for name in names)
 
 
 def first_host(nodes: str) -> str:
-    """Return the first host of a list as Slurm writes it: "node[01-03,7],gpu1" begins with "node01"."""
+    """Return the first host of a Slurm node list: "node01" for "node[01-03,7],gpu1"."""
     first = re.split(r",(?![^\[]*\])", nodes.strip())[0]
     return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first)
 
 
 def variables() -> str:
-    """Return the variables that are read here and set, as text."""
+    """Return the variables that this module reads and that are set, as text."""
     names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
     slurm = ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_ID", "SLURM_NODELIST")
     mpi = [name for one in _LAUNCHERS for name in (one.rank, one.size, *one.local_rank, *one.local_size)]
@@ -154,7 +154,7 @@ def _of_torchrun() -> Place | None:
 
 
 def _of_mpi(launcher: _Mpi) -> Place | None:
-    """Read the variables of `mpirun`; they have no address."""
+    """Read the variables of `mpirun`, which do not include an address."""
     size = _number(launcher.size, least=1)
     if size == 1:
         return None
@@ -176,17 +176,17 @@ def _of_mpi(launcher: _Mpi) -> Place | None:
 
 
 def _size_of_step() -> str:
-    """Return the number of tasks of the `srun` that has started this process; "" outside of one."""
+    """Return the number of tasks of the `srun` that started this process; "" outside of `srun`."""
     step, of_step = os.environ.get("SLURM_STEP_ID", ""), "SLURM_STEP_NUM_TASKS"
     if not step.isdigit() or int(step) >= _LAST_STEP:
         return ""
-    return os.environ.get(of_step, os.environ.get("SLURM_NTASKS", ""))  # that one may be the whole job's
+    return os.environ.get(of_step, os.environ.get("SLURM_NTASKS", ""))  # SLURM_NTASKS may be that of the complete job
 
 
 def _of_slurm() -> Place | None:
     """Read the variables of `srun`.
 
-    The shell of `sbatch` and of `salloc` has the job's number of tasks too, but runs once.
+    The shell of `sbatch` or `salloc` has the job's number of tasks too, but only one process runs there.
     """
     step = os.environ.get("SLURM_STEP_ID", "")
     if not _size_of_step():
@@ -195,7 +195,7 @@ def _of_slurm() -> Place | None:
             fix = f"write `srun python script.py` in the job's script, or {_ALONE}"
             _refuse(f"this Slurm job has {tasks} tasks, and the script runs once, outside `srun`", fix=fix)
         return None
-    of_step = "SLURM_STEP_NUM_TASKS"  # of this `srun`; SLURM_NTASKS may be the whole job's
+    of_step = "SLURM_STEP_NUM_TASKS"  # of this `srun`; SLURM_NTASKS may be that of the complete job
     size = _number(of_step if of_step in os.environ else "SLURM_NTASKS", least=1)
     if size == 1:
         return None
@@ -214,7 +214,7 @@ def _host_of_slurm() -> str:
 
 
 def _port_of_slurm(step: int) -> int:
-    """Return a port for each step of each job on a machine, below the range of outgoing connections."""
+    """Return a port that depends on job and step, below the range of ephemeral ports."""
     if os.environ.get("MASTER_PORT"):
         return _port()
     job = "SLURM_JOB_ID" if "SLURM_JOB_ID" in os.environ else "SLURM_JOBID"
@@ -222,7 +222,7 @@ def _port_of_slurm(step: int) -> int:
 
 
 def _host(given: str) -> str:
-    return f"[{given}]" if ":" in given and not given.startswith("[") else given  # as a URL has IPv6
+    return f"[{given}]" if ":" in given and not given.startswith("[") else given  # IPv6 as in a URL
 
 
 def _port() -> int:
@@ -254,37 +254,37 @@ def _refuse(
     raise SettingError(what, have=variables(), want=want, fix=fix)
 
 
-# The meeting of the ranks in a store.
+# Rendezvous of the ranks in a store.
 
 PAUSE = 0.02
-"""Seconds between two looks of rank 0 for the others."""
+"""Seconds between two polls of the store by rank 0."""
 REPORT_AFTER = 10.0
-"""Seconds of waiting before it is reported; many processes that import torch take some to start."""
+"""Seconds of waiting before a report. Many processes that import torch at once start slowly."""
 LAST_WAIT = 10.0
-"""Seconds that the end of the program waits for threads that have not returned."""
+"""Seconds to wait at exit for threads that have not returned."""
 _SHOWN = 8
-"""Ranks that a report names."""
+"""Number of ranks that a report names."""
 
 _threads: list[threading.Thread] = []
 """Threads that have not returned in time."""
 
 
 def share_store() -> bool:
-    """Whether the store is the launcher's, and stays when it starts the processes again."""
+    """Whether the launcher hosts the store, which then survives a restart of the processes."""
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def own_part(
     dist: Any, store: Any, *, rank: int, size: int, seconds: float, look: Callable[[Sequence[int]], None] | None = None
 ) -> Any:
-    """Return the part of a shared store that belongs to the processes of this attempt; all of them call this.
+    """Return a store with a key prefix that only the processes of this attempt share; all ranks call this.
 
-    The launcher's store holds the keys of earlier attempts, and a group that read them would wait for dead processes
-    (torch's own groups do, when torchrun restarts them). The number of restarts does not distinguish attempts: the
-    launchers of several machines count for themselves. So each rank asks with a random word, and rank 0, which answers
-    only while it lives, names the part. `look` is called with the ranks that have not come yet, again and again.
+    The launcher's store still holds keys of earlier attempts. A group that reads them waits for dead processes, as
+    torch's own groups do after a restart by torchrun. The number of restarts does not identify an attempt: launchers
+    on several machines count separately. So each rank writes a random token, and rank 0 of this attempt answers it with
+    the prefix. Rank 0 calls `look` repeatedly with the ranks that are still missing.
 
-    Raises torch's DistStoreError where the others do not come in time.
+    Raises torch's DistStoreError if a rank does not join within `seconds`.
     """
     word = secrets.token_hex(8)
     rendezvous = dist.PrefixStore("trainwright/rendezvous", store)
@@ -300,7 +300,7 @@ def own_part(
 def _answer(
     dist: Any, rendezvous: Any, word: str, *, size: int, seconds: float, look: Callable[[Sequence[int]], None] | None
 ) -> None:
-    """Answer each question, those of dead processes too, until all ranks have joined."""
+    """Answer every token, also those of dead processes, until all ranks have joined."""
     answered: dict[int, str] = {}
     missing, end = list(range(1, size)), time.monotonic() + seconds
     while missing:
@@ -320,14 +320,14 @@ def _answer(
 
 
 class WaitReport:
-    """Reports once, on stderr, that this rank waits for others to start."""
+    """Reports once on stderr that this rank waits for others to start."""
 
     def __init__(self, place: Place) -> None:
         self._place, self._begin, self._reported = place, time.monotonic(), False
 
     @contextmanager
     def of_rank0(self) -> Iterator[None]:
-        """A wait of another rank for rank 0 inside, in calls of torch that cannot be interrupted."""
+        """Report a wait for rank 0 inside the block, from a timer thread: torch's calls there cannot be interrupted."""
         if not self._place.rank:
             yield
             return
@@ -341,11 +341,11 @@ class WaitReport:
 
     @property
     def is_due(self) -> bool:
-        """Whether the wait is to be reported now."""
+        """Whether the wait must be reported now."""
         return not self._reported and time.monotonic() >= self._begin + REPORT_AFTER
 
     def look(self, missing: Sequence[int]) -> None:
-        """Report the ranks that have not come, if it is due."""
+        """Report the missing ranks, if a report is due."""
         if self.is_due and missing:
             named = ", ".join(map(str, missing[:_SHOWN])) + (", ..." if len(missing) > _SHOWN else "")
             size = self._place.size
@@ -355,14 +355,14 @@ class WaitReport:
         self._reported = True
         place = self._place
         text = f"rank {place.rank} waits at {place.address}: {what} (set: {variables()}; parallel=None is alone)\n"
-        os.write(2, text.encode())  # in one piece: other ranks may write too
+        os.write(2, text.encode())  # one write: other ranks may write to the same terminal
 
 
 def wait_for(thread: threading.Thread, seconds: float) -> None:
-    """Wait for a daemon thread that calls torch; one that is late is waited for again at the end of the program.
+    """Join a daemon thread that calls torch, for at most `seconds`; join it again at exit if it is still alive.
 
-    A thread that returns from C++ after the interpreter has ended would abort the process (`terminate called without
-    an active exception`).
+    A thread that returns from C++ after the interpreter has ended aborts the process (`terminate called without an
+    active exception`).
     """
     thread.join(seconds)
     if not thread.is_alive():

@@ -1,4 +1,4 @@
-"""`FSDP(...)`, on torch's `fully_shard`: each rank holds a shard of every weight, gradient and optimizer state."""
+"""`FSDP(...)`: each rank holds a shard of every weight, gradient and optimizer state, by torch's `fully_shard`."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ if TYPE_CHECKING:
 @suggests
 @dataclass(frozen=True, slots=True)
 class FSDP(Parallel):
-    """A model sharded over several ranks: each holds a shard of its weights, which are gathered block by block.
+    """Fully sharded data parallelism: each rank holds a shard of the weights, which are gathered block by block.
 
     Args:
-        blocks: The classes of the modules that are gathered one at a time, such as a transformer's layer. Weights
-            outside of them are gathered with the model itself.
-        timeout: Seconds after which a rank that does not answer ends the run.
-        backend: The backend of `torch.distributed`. None: nccl on CUDA devices, else gloo.
+        blocks: Classes of the modules whose weights are gathered one module at a time, such as a transformer layer.
+            Weights outside of all blocks are gathered with the model itself.
+        timeout: Seconds to wait for a rank that does not answer; then the run ends.
+        backend: Backend of `torch.distributed`. None: nccl on CUDA devices, else gloo.
         reshard_after_forward: Whether gathered weights are freed after a block's forward and gathered again for its
-            backward. A number: resharded to so many ranks. None: freed in blocks, not in the model itself.
+            backward. A number: reshard to this number of ranks. None: True for blocks, False for the model itself.
         policy: torch's `MixedPrecisionPolicy`.
-        methods: Methods of the model, or of a block, that are called in a step beside `forward`.
+        methods: Methods of the model or of a block, besides `forward`, that a step calls.
     """
 
     blocks: Collection[type[nn.Module]]
@@ -77,9 +77,9 @@ class FSDP(Parallel):
 def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.device) -> None:
     """Shard a model in place over the mesh of `world`: every block, innermost first, then the model itself.
 
-    All ranks call it, before optimizers are built. Each module is moved to `device` just before it is sharded, so that
-    no device holds the complete model, and gets the weights of rank 0. A model on the meta device is initialized on the
-    device by `reset_parameters`. A model that is sharded already stays as it is. SettingError for a model that
+    All ranks call this before optimizers are built. Each module is moved to `device` and gets the weights of rank 0
+    just before it is sharded, so that no device holds the complete model. Modules on the meta device are initialized on
+    `device` by `reset_parameters`. A model that is already sharded is not changed. SettingError for a model that
     `fully_shard` cannot shard.
     """
     from torch.distributed.fsdp import FSDPModule, fully_shard, register_fsdp_forward_method
@@ -114,21 +114,21 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
 
 
 def set_sync(model: nn.Module, last: bool) -> None:
-    """Reduce gradients in the next backward only if it is the `last` of its window.
+    """Reduce gradients in the next backward only if it is the `last` one of its window.
 
-    Until then each rank accumulates unsharded gradients. Weights that stay gathered after a forward, by the settings,
-    stay so until the window ends.
+    Until then each rank accumulates unsharded gradients. Weights that the settings keep gathered after the forward stay
+    gathered until the window ends.
     """
     for module in _sharded_modules(model):
         module.set_requires_gradient_sync(last, recurse=False)
-        given_up = any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
-        module.set_reshard_after_backward(last or given_up, recurse=False)
+        resharded = any(group.post_forward_mesh_info is not None for group in fsdp_groups(module))
+        module.set_reshard_after_backward(last or resharded, recurse=False)
 
 
 def recover(model: nn.Module) -> None:
-    """Reset a model after an error inside a window: gathered weights, unreduced gradients, pending collectives.
+    """Reset gathered weights, unreduced gradients and pending collectives after an error inside a window.
 
-    Called before the first window of a run. A model in order is only resharded.
+    Called before the first window of a run. Without an earlier error, the model is only resharded.
     """
     root: Any = model
     set_sync(model, True)
@@ -138,33 +138,33 @@ def recover(model: nn.Module) -> None:
 
 
 def retake(model: nn.Module) -> None:
-    """Update which parameters are trained: layers may be frozen or unfrozen between epochs."""
+    """Update the set of trained parameters, after layers were frozen or unfrozen between epochs."""
     for group in _groups(model):
         fsdp_update_dtypes(group)
 
 
 def follow(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
-    """Reshard the model before each step of its optimizers, by a hook of torch.
+    """Reshard the model before each optimizer step, by a pre-hook of the optimizer.
 
-    A forward without a backward leaves gathered weights, and the next forward would use them in place of the new ones.
+    A forward without a backward leaves weights gathered; the next forward would use them instead of the updated ones.
     """
     modules = _sharded_modules(model)
 
-    def hold_shards(*_: Any) -> None:
+    def reshard_all(*_: Any) -> None:
         for module in modules:
             module.reshard()
 
     for optimizer in optimizers.values():
-        optimizer.register_step_pre_hook(hold_shards)
+        optimizer.register_step_pre_hook(reshard_all)
 
 
 def full_state_dict(model: nn.Module, world: World) -> dict[str, Any]:
-    """Return the model's `state_dict` with complete tensors on the CPU on rank 0; an empty dict on the others.
+    """Return the model's `state_dict` with complete CPU tensors on rank 0; an empty dict on other ranks.
 
-    All ranks call it: one tensor after the other is gathered. Tied weights are one tensor. Buffers are those of rank 0.
+    All ranks call this; tensors are gathered one by one. Tied weights are one tensor. Buffers are those of rank 0.
     """
     tied = {name: id(parameter) for name, parameter in model.named_parameters(remove_duplicate=False)}
-    state = model.state_dict()  # from here on the model holds its shards
+    state = model.state_dict()  # this call also reshards the model
     gathered: dict[Any, Any] = {}
     full: OrderedDict[str, Any] = OrderedDict()
     for name, value in state.items():
@@ -177,7 +177,7 @@ def full_state_dict(model: nn.Module, world: World) -> dict[str, Any]:
 
 
 def _gathered(value: Any, *, copies: bool) -> Any:
-    """Return a complete value on the CPU, a copy; None on a rank that only takes part in gathering it."""
+    """Return a copy of the complete value on the CPU; None on a rank that only participates in the gathering."""
     if not isinstance(value, Tensor):
         return value
     full = full_tensor(value.detach())
@@ -185,7 +185,7 @@ def _gathered(value: Any, *, copies: bool) -> Any:
 
 
 def check_optimizers(model: nn.Module, optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse optimizers over parameters that sharding has replaced, and over some that it does not average."""
+    """Refuse optimizers over parameters that sharding has replaced, or whose gradients FSDP does not average."""
     trained = parameters_in(*optimizers.values())
     plain = [parameter for parameter in trained if not is_sharded(parameter)]
     if not plain:
@@ -249,7 +249,7 @@ def _is_policy(policy: Any) -> bool:
 
 
 def _having(name: str, modules: Sequence[nn.Module]) -> list[nn.Module]:
-    """Return the modules that have a method, which gathers weights as `forward` does: the model, or its blocks."""
+    """Return the sharded modules with a method `name`, which will gather weights as `forward` does."""
     found = [module for module in modules if callable(getattr(module, name, None))]
     if not found:
         from torch.distributed.fsdp import FSDPModule
@@ -269,22 +269,22 @@ def _sharded_modules(model: nn.Module) -> list[Any]:
 
 
 def _groups(model: nn.Module) -> list[Any]:
-    """Return torch's parameter groups of all sharded modules; the parameters of one are gathered together."""
+    """Return torch's FSDP parameter groups of all sharded modules; each group is gathered as one."""
     return list(dict.fromkeys(group for module in _sharded_modules(model) for group in fsdp_groups(module)))
 
 
-# The modules that are sharded, the checks before it, and their first weights.
+# Modules to shard, checks before sharding, and initial weights.
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-"""Modules without a forward of their own."""
+"""Modules without a forward."""
 SHOWN = 12
-"""Classes or modules that an error lists."""
+"""The most classes or modules that an error lists."""
 
 
 def chosen(model: nn.Module, blocks: Collection[type[nn.Module]]) -> list[nn.Module]:
-    """Return the modules that are sharded one by one: those of the classes `blocks`, inner ones first, then the model.
+    """Return the modules to shard: those of the classes `blocks`, inner ones first, then the model.
 
-    SettingError for a class of which the model has no module.
+    SettingError for a class without a module in the model.
     """
     kinds = {type(module) for module in model.modules()}
     for block in blocks:
@@ -294,13 +294,13 @@ def chosen(model: nn.Module, blocks: Collection[type[nn.Module]]) -> list[nn.Mod
             what = f"FSDP(blocks={{{block.__name__}}}): the model has no module of this class"
             raise SettingError(what, have=", ".join(names[:SHOWN]), want="classes of modules that it has")
     found = [module for module in model.modules() if isinstance(module, tuple(blocks)) and module is not model]
-    return [*reversed(found), model]  # a module comes before those in it
+    return [*reversed(found), model]  # `modules()` yields a module before its children
 
 
 def check_model(
     model: nn.Module, modules: Sequence[nn.Module], *, processes: int, reshard_after_forward: bool | int | None
 ) -> None:
-    """Raise SettingError with the name of a parameter that `fully_shard` cannot shard, before anything is changed."""
+    """Raise SettingError for a parameter that `fully_shard` cannot shard, before anything is changed."""
     if (
         reshard_after_forward is not None
         and not isinstance(reshard_after_forward, bool)
@@ -332,7 +332,10 @@ def check_model(
 
 
 def check_forward(model: nn.Module, modules: Sequence[nn.Module], *, calls_methods: bool) -> None:
-    """Raise SettingError for a model without a forward, several networks in one, where nothing gathers weights."""
+    """Raise SettingError for a model without a forward (a container of networks) if nothing would gather its weights.
+
+    `calls_methods`: whether a method of the model is in `FSDP(methods=...)`.
+    """
     if type(model).forward is not nn.Module.forward:
         return
     parts = dict.fromkeys(type(child).__name__ for child in model.children())
@@ -354,9 +357,10 @@ def check_forward(model: nn.Module, modules: Sequence[nn.Module], *, calls_metho
 
 
 def first_weights(module: nn.Module, world: World, *, device: torch.device, known: dict[int, nn.Parameter]) -> None:
-    """Move a module to the device and broadcast rank 0's weights, but for the modules in it that are sharded.
+    """Move a module to the device and broadcast rank 0's weights, without its already sharded submodules.
 
-    What lies on the meta device is made there by `reset_parameters`; `known` has the parameters made so far, for ties.
+    Tensors on the meta device are allocated there and initialized by `reset_parameters`. `known`: the parameters made
+    so far, by the id of the meta parameter, so that tied ones stay tied.
     """
     unmade = []
     for inner in module.modules():
@@ -374,7 +378,7 @@ def first_weights(module: nn.Module, world: World, *, device: torch.device, know
 
 
 def _held(module: nn.Module, others: set[int], path: str) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield the parameters that are gathered with a module, by name: those of sharded modules in it are left out."""
+    """Yield name and value of the parameters that are gathered with a module; sharded submodules are left out."""
     for name, parameter in parameter_dict(module).items():
         if parameter is not None:
             yield f"{path}.{name}".lstrip("."), parameter
@@ -420,7 +424,7 @@ def _is_meta(tensor: Tensor) -> bool:
 
 
 def _make(module: nn.Module, device: torch.device, known: dict[int, nn.Parameter]) -> None:
-    """Allocate a module's own tensors on the device; a tied parameter stays tied."""
+    """Allocate a module's own meta tensors on the device; tied parameters stay tied."""
     for name, parameter in parameter_dict(module).items():
         if parameter is not None and parameter.is_meta:
             if id(parameter) not in known:

@@ -1,6 +1,6 @@
 """`launch(main, processes=2)`: run a function in several processes of this machine, from a script or a notebook.
 
-`torch.multiprocessing` starts the processes, waits for them, and ends the others when one has failed.
+`torch.multiprocessing` starts the processes, joins them, and terminates the others when one fails.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from trainwright.distributed.environment import is_shell_of_slurm, read_environm
 R = TypeVar("R")
 
 FAILURE_GRACE = 5.0
-"""Seconds that the other ranks have to end by themselves when one has failed, and again after SIGTERM."""
+"""Seconds for the other ranks to exit by themselves after one has failed, and again after SIGTERM."""
 SIGNAL_GRACE = 30.0
-"""Seconds that all ranks have to save and end after Ctrl-C or another signal; a second Ctrl-C ends them at once."""
+"""Seconds for all ranks to save and exit after Ctrl-C or another signal; a second Ctrl-C kills them at once."""
 _UNGUARDED = 86
-"""The exit code of a process that calls `launch` while it imports the script that has called it."""
+"""Exit code of a process that calls `launch` while it imports the calling script: the `__main__` guard is missing."""
 _FAILURES = ("setting", "error", "exit", "named", "ended", "follows")
-"""Kinds of failures, causes first: a wrong call of `launch`; an error of the rank's own; an exit without a report; an
-error that names the rank at fault; an exit that may be ours, after the failure of another rank; an error of the process
-group, which follows from another rank's.
+"""Kinds of failures, from cause to consequence: a wrong call of `launch`; an error raised by the rank itself; an exit
+without a report; an error that names another rank as the cause; an exit by SIGTERM or SIGKILL, perhaps sent by `launch`
+after another failure; an error of the process group, caused by another rank's failure.
 """
 
 
 class _Job(NamedTuple):
-    """The work that all ranks get."""
+    """The input of every rank."""
 
     size: int
     folder: Path
-    """For the port of the store and the reports."""
+    """Directory for the port of the store and for the reports."""
     sent: Any
-    """The function and its arguments: pickled for new processes, as they are for copies."""
+    """The function and its arguments: pickled for spawned processes, as objects for forked ones."""
 
 
 class _Report(NamedTuple):
-    """The end of a rank: "value", or a kind of failure with its text and traceback."""
+    """The result of a rank: the kind "value", or a kind of failure with its text and traceback."""
 
     kind: str
     text: str = ""
@@ -68,22 +68,22 @@ class _Report(NamedTuple):
 
 @suggests
 def launch(main: Callable[..., R], *args: Any, processes: int = 2, timeout: float | None = None) -> R:
-    """Run `main(*args)` in several processes of this machine; return the value that it returns on rank 0.
+    """Run `main(*args)` in several processes of this machine; return its value on rank 0.
 
-    In each, `Trainer(...)` finds the others as under torchrun. A function that new processes can import runs in new
-    ones; any other, as in a notebook, in copies of this one (fork), unless threads or CUDA prevent it. One process is
-    this process itself. Ctrl-C, SIGTERM and SIGUSR1 are passed on, and end this process as they end a `fit`, when all
-    others have saved and ended.
+    `Trainer(...)` inside `main` finds the other ranks, as under torchrun. A function that new processes can import runs
+    in spawned processes. Any other function, such as one from a notebook, runs in forked processes, unless threads or
+    CUDA prevent a fork. With `processes=1` the function runs in this process. Ctrl-C, SIGTERM and SIGUSR1 are forwarded
+    to all ranks. When these have saved and exited, the signal ends this process as it ends a `fit`.
 
     Args:
         main: The function.
         *args: Its arguments.
         processes: The number of processes.
-        timeout: Seconds after which all are ended. None: never.
+        timeout: Seconds after which all processes are ended. None: no limit.
 
     Raises:
-        DistributedError: With the traceback of the process that failed, when all others have ended.
-        SettingError: For a function that no other process can run, and inside processes that were started together.
+        DistributedError: When a process has failed, with its traceback, after all others have exited.
+        SettingError: For a function that no other process can run, and for a call inside a group of processes.
     """
     _check(main, processes, timeout)
     if processes == 1:
@@ -102,11 +102,11 @@ def launch(main: Callable[..., R], *args: Any, processes: int = 2, timeout: floa
 
 
 def _run(job: _Job, method: str, timeout: float | None) -> bytes:
-    """Run all ranks; return the value of rank 0, or raise the error of the rank that failed first."""
+    """Run all ranks; return the pickled value of rank 0, or raise the error of the rank that caused the failure."""
     with _blocked_signals(), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*multi-threaded.*fork", category=DeprecationWarning)
         context: Any = start_processes(_run_rank, (job,), nprocs=job.size, join=False, start_method=method)
-    # No rank may be forked beside the thread of a store, nor inherit one: its destructor would wait for the thread.
+    # The store is made after the forks: a forked rank that inherits it would wait for its thread in the destructor.
     dist: Any = torch.distributed
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     first = -1
@@ -114,13 +114,13 @@ def _run(job: _Job, method: str, timeout: float | None) -> bytes:
         _write(job.folder / "port", str(store.port).encode())
         with _raised_signals():
             _join(context, timeout)
-    except ProcessException as error:  # of the rank that failed first, which may not be the cause
+    except ProcessException as error:  # of the first rank to fail, which may not be the cause
         first = error.error_index
     except (KeyboardInterrupt, Stopped) as end:
         _pass_on(signal.Signals[end.signal] if isinstance(end, Stopped) else signal.SIGINT, context.processes)
         raise
     finally:
-        del store  # the traceback of an error holds this frame
+        del store  # the traceback of an error would keep this frame, and the store, alive
     codes = [process.exitcode for process in context.processes]
     reports = [_report_of(job.folder, rank, code, is_first=rank == first) for rank, code in enumerate(codes)]
     failed = [rank for rank, report in enumerate(reports) if report.kind != "value"]
@@ -130,7 +130,7 @@ def _run(job: _Job, method: str, timeout: float | None) -> bytes:
 
 
 def _join(context: ProcessContext, timeout: float | None) -> None:
-    """Wait until all ranks have ended; ProcessException where one fails, DistributedError after `timeout` seconds."""
+    """Wait until all ranks have exited; ProcessException if one fails, DistributedError after `timeout` seconds."""
     end = None if timeout is None else time.monotonic() + timeout
     while not context.join(None if end is None else max(0.0, end - time.monotonic()), grace_period=FAILURE_GRACE):
         if end is not None and time.monotonic() >= end:
@@ -143,7 +143,7 @@ def _join(context: ProcessContext, timeout: float | None) -> None:
 
 
 def _pass_on(number: int, processes: list[Any]) -> None:
-    """Send a signal to each process once, and wait until all have saved and ended."""
+    """Send a signal to each process once, and wait until all have saved and exited."""
     end = time.monotonic() + SIGNAL_GRACE
     for process in processes:
         if process.is_alive():
@@ -166,16 +166,16 @@ def _error(reports: list[_Report], rank: int) -> BaseException:
 
 
 class _RemoteTraceback(Exception):
-    """The traceback of another process, shown as the cause of an error here."""
+    """The traceback of another process, shown as the cause of an error in this one."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 def _report_of(folder: Path, rank: int, code: int, *, is_first: bool) -> _Report:
-    """Return the report of a rank that has ended; where it left none, one of its exit code.
+    """Return the report of a rank that has exited; without a report file, one made from its exit code.
 
-    `is_first`: whether no rank failed before it: others that do not end then are ended by SIGTERM or SIGKILL.
+    `is_first`: whether it was the first rank to fail. SIGTERM or SIGKILL of any other rank may come from `launch`.
     """
     if (folder / str(rank)).exists():
         report: _Report = pickle.loads((folder / str(rank)).read_bytes())
@@ -191,12 +191,12 @@ def _report_of(folder: Path, rank: int, code: int, *, is_first: bool) -> _Report
     return _Report("exit", f"it ended with exit code {code}")
 
 
-# Before the start.
+# Checks before the start.
 
 
 def _check(main: Any, processes: Any, timeout: Any) -> None:
     if getattr(multiprocessing.process.current_process(), "_inheriting", False):
-        os._exit(_UNGUARDED)  # a new process runs the script that called `launch`: one message, not one for each rank
+        os._exit(_UNGUARDED)  # a spawned process imports the calling script: the parent prints one message for all
     if not callable(main):
         raise SettingError(
             f"launch({main!r}): that is no function",
@@ -221,7 +221,7 @@ def _check(main: Any, processes: Any, timeout: Any) -> None:
 
 
 def _membership() -> str:
-    """Return "rank 1 of 4, by torchrun" where this is one of several processes, else ""."""
+    """Return a text such as "rank 1 of 4, by torchrun" if this is one of several processes, else ""."""
     if torch.distributed.is_initialized() and torch.distributed.get_world_size() > 1:
         return f"a process group of {torch.distributed.get_world_size()} processes"
     try:
@@ -229,14 +229,14 @@ def _membership() -> str:
     except SettingError:
         if not is_shell_of_slurm():
             raise
-        return ""  # a good place for `launch`
+        return ""  # `launch` may start ranks here
     return f"rank {place.rank} of {place.size}, by {place.launcher}" if place is not None else ""
 
 
 def _start_method(main: Callable[..., Any], args: tuple[Any, ...]) -> tuple[str, Any]:
-    """Return "spawn" and the pickled function where new processes can import it, else "fork" and the function.
+    """Return "spawn" and the pickled function if new processes can import it, else "fork" and the function.
 
-    Raises SettingError where neither can work.
+    Raises SettingError if neither can work.
     """
     sent, why_not = b"", ""
     try:
@@ -268,7 +268,7 @@ def _main_can_be_imported() -> bool:
 
 
 def _against_fork() -> str:
-    """Return the reason why this process cannot be forked, "" where it can."""
+    """Return why this process cannot be forked; "" if it can."""
     if "fork" not in multiprocessing.get_all_start_methods():
         return f"{sys.platform} has no fork"
     for kind in ("cuda", "xpu"):
@@ -281,7 +281,7 @@ def _against_fork() -> str:
 
 
 def _is_missed_in_a_copy(thread: threading.Thread) -> bool:
-    """Whether a forked copy would lack a thread that it needs: no daemon, and none of a pool, which only waits."""
+    """Whether a forked process would lack a thread that it needs. Daemons and idle pool threads do not count."""
     if thread is threading.main_thread() or thread.daemon:
         return False
     pools = sys.modules.get("concurrent.futures.thread")
@@ -290,7 +290,7 @@ def _is_missed_in_a_copy(thread: threading.Thread) -> bool:
 
 @contextmanager
 def _blocked_signals() -> Iterator[None]:
-    """Block the signals that end a run: new ranks inherit the mask, and `_leave_terminal` unblocks them there."""
+    """Block the signals that end a run. Ranks inherit the mask; `_leave_terminal` unblocks the signals there."""
     if not hasattr(signal, "pthread_sigmask"):
         yield
         return
@@ -303,11 +303,11 @@ def _blocked_signals() -> Iterator[None]:
 
 @contextmanager
 def _raised_signals() -> Iterator[None]:
-    """Raise Stopped for SIGTERM and SIGUSR1, as Ctrl-C raises KeyboardInterrupt, unless the user has a handler."""
+    """Raise Stopped on SIGTERM and SIGUSR1, as Ctrl-C raises KeyboardInterrupt, unless the user has set a handler."""
 
     def stop(number: int, _: Any) -> None:
         for one in ours:
-            signal.signal(one, signal.SIG_IGN)  # the first one counts, as in a `fit`
+            signal.signal(one, signal.SIG_IGN)  # only the first signal counts, as in a `fit`
         raise Stopped(number, signal.Signals(number).name)
 
     in_main = threading.current_thread() is threading.main_thread()
@@ -321,7 +321,7 @@ def _raised_signals() -> Iterator[None]:
             signal.signal(number, signal.SIG_DFL)
 
 
-# In the process of a rank.
+# Code that runs in the process of a rank.
 
 
 def _run_rank(rank: int, job: _Job) -> None:
@@ -332,7 +332,7 @@ def _run_rank(rank: int, job: _Job) -> None:
     peer_watch.report_exit = lambda text: _write(report_file, pickle.dumps(_Report("named", text)))
     report = _call(job.sent, rank)
     _write(report_file, pickle.dumps(report))
-    if report.kind != "value":  # the end of a thread that waits for a peer may never come
+    if report.kind != "value":  # a thread that waits for a failed peer may never return
         limit = threading.Timer(FAILURE_GRACE, os._exit, [1])
         limit.daemon = True
         limit.start()
@@ -342,18 +342,18 @@ def _run_rank(rank: int, job: _Job) -> None:
 
 
 def _leave_terminal(*, forked: bool) -> None:
-    """Leave the terminal of the parent, which passes Ctrl-C on: it must not come from both."""
+    """Detach from the terminal. The parent forwards Ctrl-C; a rank must not receive it from the terminal as well."""
     if hasattr(os, "setsid"):
         os.setsid()
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # drop one that came during the start
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # discard a SIGINT that is pending since the start
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if forked or "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(1)  # as torchrun does; and OpenMP in a copy waits for threads that the copy lacks
+        torch.set_num_threads(1)  # as torchrun does; OpenMP in a forked process waits for threads that it lacks
 
 
 def _port(file: Path) -> int:
-    """Wait for the port of the parent's store; exit where the parent has ended before."""
+    """Wait for the port of the parent's store; exit if the parent exits first."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     while not file.exists():
@@ -364,7 +364,7 @@ def _port(file: Path) -> int:
 
 
 def _set_environment(port: int, rank: int, size: int) -> None:
-    """Set the variables that torchrun sets; the parent has the store, as torchrun's agent."""
+    """Set the variables that torchrun sets; the parent hosts the store, as torchrun's agent does."""
     os.environ.update(
         RANK=str(rank),
         LOCAL_RANK=str(rank),
@@ -374,12 +374,12 @@ def _set_environment(port: int, rank: int, size: int) -> None:
         MASTER_PORT=str(port),
         TORCHELASTIC_USE_AGENT_STORE="True",
     )
-    if os.path.isdir("/sys/class/net/lo"):  # gloo does not look up the name of this machine then
+    if os.path.isdir("/sys/class/net/lo"):  # spares gloo the lookup of this machine's host name
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 
 
 def _call(sent: Any, rank: int) -> _Report:
-    """Call the function; return its value on rank 0, or its error."""
+    """Call the function; return a report with its value (rank 0 only) or its error."""
     try:
         main, args = pickle.loads(sent) if isinstance(sent, bytes) else sent
     except Exception as error:  # whatever an import of the user's raises
@@ -407,6 +407,6 @@ def _call(sent: Any, rank: int) -> _Report:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a file that another process reads: it has all of its content or does not exist."""
+    """Write a file atomically: another process reads the complete content or finds no file."""
     file.with_suffix(".tmp").write_bytes(content)
     file.with_suffix(".tmp").replace(file)

@@ -1,8 +1,8 @@
-"""How ranks share the work: the settings, and the role of each rank (its rows, its copy or shard of the weights).
+"""The layout of ranks: common settings, and the role of each rank (its rows, its copy or shard of the weights).
 
-One-dimensional today: `DDP` replicates the weights on all ranks, `FSDP` shards them over all. Other layouts, such as
-HSDP with shards inside a machine and copies between machines, are a change of `of_ranks` alone: data, windows and
-FSDP read their own dimension, and torch's `fully_shard` and checkpoints take a mesh of two dimensions.
+The layout is one-dimensional: `DDP` replicates the weights on all ranks, `FSDP` shards them over all ranks. Another
+layout, such as HSDP (shards inside a machine, copies between machines), would only change `of_ranks`: data, windows and
+FSDP each read their own dimension, and torch's `fully_shard` and checkpoints support two-dimensional meshes.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from trainwright.core.errors import SettingError
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parallel:
-    """The settings that `DDP` and `FSDP` share."""
+    """Settings that `DDP` and `FSDP` have in common."""
 
     timeout: float = 300.0
-    """Seconds after which a rank that does not answer ends the run."""
+    """Seconds to wait for a rank that does not answer; then the run ends."""
     backend: str | None = None
-    """The backend of the process group; None is nccl on CUDA devices, else gloo."""
+    """Backend of the process group. None: nccl on CUDA devices, else gloo."""
     shards: ClassVar[bool] = False
     """Whether each rank holds a shard of the weights, so that every forward is a collective."""
 
@@ -33,7 +33,7 @@ class Parallel:
 
 
 def checked_parallel(parallel: Any) -> Parallel:
-    """Check `parallel=`; "auto" and None are the defaults."""
+    """Return the settings of `parallel=`; the defaults for "auto" and None. SettingError for any other value."""
     if parallel is None or (isinstance(parallel, str) and parallel == "auto"):
         return Parallel()
     if isinstance(parallel, Parallel):
@@ -45,28 +45,29 @@ def checked_parallel(parallel: Any) -> Parallel:
 
 
 class Mesh(NamedTuple):
-    """The role of one rank: its position among those that divide the data, and the sizes of the dimensions.
+    """The role of one rank: its position along the data dimension, and the sizes of all dimensions.
 
-    data = replicate * shard: each rank has rows of its own. The shards of one copy of the weights are neighbors.
+    data = replicate * shard, since every rank has different rows. The shards of one copy of the weights are on
+    neighboring ranks.
     """
 
     rank: int = 0
     """The position along `data`."""
     data: int = 1
-    """The number of ranks that divide the rows of a batch."""
+    """The number of ranks over which the rows of a batch are split."""
     replicate: int = 1
-    """The number of copies of the weights, between which gradients are averaged."""
+    """The number of copies of the weights; gradients are averaged over them."""
     shard: int = 1
     """The number of shards of each copy."""
 
 
 def of_ranks(rank: int, size: int, *, shards: bool) -> Mesh:
-    """Return the role of a rank; `shards`: whether the ranks hold shards of the weights, as with `FSDP`."""
+    """Return the role of a rank. `shards`: whether ranks hold shards of the weights, as with `FSDP`."""
     return Mesh(rank, size, replicate=1 if shards else size, shard=size if shards else 1)
 
 
 def device_mesh(mesh: Mesh, group: Any, device_type: str) -> Any:
-    """Return torch's DeviceMesh of a process group for `fully_shard`: (shard,), or (replicate, shard)."""
+    """Return the DeviceMesh for `fully_shard`, with the dimensions (shard,) or (replicate, shard)."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -77,32 +78,32 @@ def device_mesh(mesh: Mesh, group: Any, device_type: str) -> Any:
 
 
 class Shard(NamedTuple):
-    """One rank's share of the rows of each batch (`Mesh.shard` is of weights, under FSDP).
+    """Splits the rows of each batch over ranks (`Mesh.shard`, in contrast, is about weights under FSDP).
 
-    A batch is cut into contiguous slices, as even as possible and in the order of the ranks: concatenated, they are the
-    batch. Where it has fewer rows than `size * least`, the last ranks get none.
+    A batch is split into contiguous slices of nearly equal size; concatenated in rank order they are the batch. With
+    fewer rows than `size * least`, the last ranks get no rows.
     """
 
     rank: int
     """The rank, from 0."""
     size: int
-    """The number of ranks that share a batch."""
+    """The number of ranks over which a batch is split."""
     least: int = 1
-    """The fewest rows of a slice: 2 where one row alone breaks a BatchNorm."""
+    """The fewest rows of a slice: 2 for BatchNorm, which fails on one row."""
 
     def served(self, rows: int) -> int:
-        """Return the number of ranks, from 0, that get rows of a batch of `rows`."""
+        """Return the number of ranks that get rows of a batch of `rows`; these are the first ranks."""
         return max(1, min(self.size, rows // self.least))
 
     def of(self, rows: int) -> range:
-        """Return the positions of this rank's rows in a batch of `rows`; an empty range where it has none."""
+        """Return the positions of this rank's rows in a batch of `rows`; an empty range if it has none."""
         served = self.served(rows)
         if self.rank >= served:
             return range(rows, rows)
         return range(rows * self.rank // served, rows * (self.rank + 1) // served)
 
     def run(self, rows: int) -> range:
-        """Return the positions that this rank runs: its own, or those of rank 0 as a dummy where it has none."""
+        """Return the positions of the rows to run: this rank's rows, or those of rank 0 as a dummy if it has none."""
         return self.of(rows) or range(rows // self.served(rows))
 
     def sizes(self, rows: int) -> list[int]:
@@ -110,7 +111,7 @@ class Shard(NamedTuple):
         return [len(Shard(rank, self.size, self.least).of(rows)) for rank in range(self.size)]
 
     def layout_text(self, rows: int) -> str:
-        """Return the sizes for the header: "64 = 2 x 32", "64 = 22 + 21 + 21", "10 = 2 x 3 + 2 x 2" for many ranks."""
+        """Return the slice sizes as text: "64 = 2 x 32", "64 = 22 + 21 + 21"; with many ranks "10 = 2 x 3 + 2 x 2"."""
         if self.size == 1:
             return f"{rows:,}"
         sizes = sorted(self.sizes(rows), reverse=True)
@@ -124,8 +125,8 @@ class Slice(NamedTuple):
     """The part of a batch that one rank runs."""
 
     batch: Any
-    """The rows that this rank runs; those of rank 0 as a dummy where it has none."""
+    """The rows to run; those of rank 0 as a dummy if this rank has none."""
     rows: int | None
-    """The rows of `batch` that count: 0 for a dummy; None: all (the batch of a stream)."""
+    """The number of rows that count: 0 for a dummy. None: all rows of `batch` (a stream)."""
     all_rows: int | None
-    """The rows over all ranks; None where they are not known (a stream)."""
+    """The number of rows over all ranks. None: unknown (a stream)."""

@@ -1,15 +1,17 @@
-"""Watch the other ranks of a run: which one has failed or does not answer, and on which line it is.
+"""Watches the other ranks of a run: reports which rank failed or does not answer, and the line that it runs.
 
-Each rank writes a heartbeat to the store of the group, with the position of its main thread; rank 0 reads those of all,
-the others read rank 0's. The first cause that is recorded is the one that all ranks report. When rank 1 fails:
+Each rank writes heartbeats with the position of its main thread to the store of the group. Rank 0 reads those of all
+ranks; the others read that of rank 0. All ranks report the cause that was recorded first. If rank 1 fails:
 
-- by an error: it records the error as the cause, and ends;
-- killed or stopped: the others find it silent after `timeout` seconds, or within about 3 seconds where a call fails
-  because its connections are closed. `launch` ends the rest after its own FAILURE_GRACE;
-- on the others, `cause_of` replaces the error of the next collective by a DistributedError that names rank 1 and its
-  line. If a rank is blocked in a call, its guard thread ends the process GUARD_GRACE seconds after the cause is known.
+- By an error: it records the error as the cause, and exits.
+- Killed or stopped: the other ranks find it silent after `timeout` seconds, or within about 3 seconds if a call fails
+  because its connections are closed. `launch` ends the remaining ranks after FAILURE_GRACE.
+- On the other ranks, `cause_of` replaces the error of the next collective by a DistributedError that names rank 1 and
+  its line. If a rank is blocked in a call, its guard thread ends the process GUARD_GRACE seconds after the cause is
+  known.
 
-Nothing is saved then (`fit/rollback.py::rescue`): the others are elsewhere in the update. `resume="auto"` restarts.
+Nothing is saved then (`fit/rollback.py::rescue`): the other ranks are elsewhere in the update. `resume="auto"`
+continues from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -37,18 +39,18 @@ from trainwright.distributed.environment import share_store, wait_for
 T = TypeVar("T")
 
 GUARD_GRACE = 5.0
-"""Seconds in which a rank may raise an error by itself after another one has failed, before its process is ended."""
+"""Seconds for a rank to raise an error by itself after another rank has failed; then its process is ended."""
 PAUSE = 0.5
-"""Seconds between two heartbeats of a rank; more with hundreds of ranks, since rank 0 reads all."""
+"""Seconds between two heartbeats of a rank; more for hundreds of ranks, since rank 0 reads all of them."""
 
 _GROUP_WORDS = ("gloo", "nccl", "connection closed by peer", "connection reset by peer", "timed out waiting")
-"""Parts of the errors of a process group; gloo's are plain RuntimeErrors."""
+"""Substrings of the errors of a process group; gloo raises plain RuntimeErrors."""
 _LATE = ("timed out", "timeout")
-"""Parts of those where a time-out has passed; in others the connections are closed."""
+"""Substrings of time-out errors; other errors mean closed connections."""
 
 
 class PeerWatch:
-    """The watch of one rank over its peers, run after run."""
+    """Watches the peers of one rank, in every run of the process."""
 
     def __init__(self, group: Any) -> None:
         self._group, self._runs = group, itertools.count()
@@ -56,9 +58,9 @@ class PeerWatch:
 
     @contextmanager
     def during(self, position: Callable[[], str], timeout: float) -> Iterator[None]:
-        """Watch a run inside; no-op inside a run that is watched already.
+        """Watch the run inside the block; no-op inside a run that is already watched.
 
-        An error that leaves it is reported to the peers, or becomes the DistributedError that `cause_of` returns.
+        An exception that leaves the block is reported to the peers, or replaced by the DistributedError of `cause_of`.
         """
         if self._group.size == 1 or self._run is not None:
             yield
@@ -77,12 +79,12 @@ class PeerWatch:
             run.leave()
 
     def report_error(self, error: BaseException) -> None:
-        """Record that this rank ends in `error`; all report the cause that is recorded first."""
+        """Record `error` as the end of this rank; all ranks report the cause that was recorded first."""
         if self._run is not None and not isinstance(error, DistributedError):
             self._run.record_error(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error: DistributedError where it follows from another rank's, else itself."""
+        """Return the cause of an error: a DistributedError if another rank caused it, else the error itself."""
         run = self._run
         if run is None or isinstance(error, DistributedError):
             return error
@@ -96,7 +98,7 @@ class PeerWatch:
 
 
 def of_the_group(error: BaseException) -> bool:
-    """Return whether an error is one of the process group, or was raised from one."""
+    """Return whether an error comes from the process group, directly or as its `__cause__`."""
     dist: Any = torch.distributed
     one: BaseException | None = error
     while one is not None:
@@ -109,14 +111,14 @@ def of_the_group(error: BaseException) -> bool:
 
 
 report_exit: Callable[[str], None] | None = None
-"""Receives the reason why this process is ended, in place of its stderr; set by `launch`."""
+"""Called with the reason when this process is ended, instead of a write to stderr; set by `launch`."""
 
 
 class _WatchedRun:
-    """One run under watch: a thread that exchanges heartbeats, and one that ends the process.
+    """One watched run: an exchange thread for heartbeats, and a guard thread that can end the process.
 
-    The store is used through a connection of its own. Where the process that has the store is stopped, a call of it may
-    never return: only the first thread, and threads with a limit, call it.
+    Both use a separate connection to the store. If the process that hosts the store is stopped, a call of the store may
+    never return: only the exchange thread and threads with a time limit call it.
     """
 
     def __init__(self, group: Any, run: int, *, position: Callable[[], str], timeout: float) -> None:
@@ -129,12 +131,12 @@ class _WatchedRun:
         self._pause = min(max(PAUSE, self.size / 500), timeout / 10)
         self._counter = itertools.count()
         self._over, self._knows = threading.Event(), threading.Event()
-        """Set when this rank leaves the run; when its main thread has an error of its own to raise."""
+        """`_over` is set when this rank leaves the run; `_knows` when its main thread is about to raise an error."""
         self._rounds, self._has_recorded = 0, False
         self._last: dict[int, Heartbeat] = {}
-        """By rank: its last heartbeat."""
+        """The last heartbeat, by rank."""
         self._silent: dict[int, float] = {}
-        """By rank: the seconds since then."""
+        """Seconds since the last heartbeat, by rank."""
         self._cause: Cause | None = None
         self._exchanger = threading.Thread(target=self._exchange, name="trainwright-watch", daemon=True)
         self._guard = threading.Thread(target=self._wait_for_cause, name="trainwright-guard", daemon=True)
@@ -147,22 +149,22 @@ class _WatchedRun:
     def leave(self) -> None:
         """Announce that this rank has left the run, and stop watching."""
         if self._has_recorded and self.rank == 0 and not share_store():
-            time.sleep(2 * self._pause)  # the store may end with this process: the others read the cause before
+            time.sleep(2 * self._pause)  # the store may end with this process: other ranks must read the cause first
         self._over.set()
         wait_for(self._exchanger, 4 * self._pause)
         wait_for(self._guard, 4 * self._pause)
 
     def record_error(self, error: BaseException) -> None:
-        """Record this rank's error as the cause of the end, unless there is one already."""
+        """Record this rank's error as the cause, unless a cause is already recorded."""
         self._knows.set()
         cause = Cause("error", self.rank, self.rank, self._heartbeat(), first_line(error))
         _within(GUARD_GRACE, lambda: self._record(cause))
         self._has_recorded = True
 
     def find_cause(self, *, late: bool) -> Cause | None:
-        """Return the cause of an error of the group, None where no other rank is at fault.
+        """Return the cause of an error of the group; None if no other rank is at fault.
 
-        `late`: whether the error is a time-out, and not a closed connection.
+        `late`: whether the error is a time-out, not a closed connection.
         """
         self._knows.set()
         if self._cause is not None:
@@ -170,7 +172,7 @@ class _WatchedRun:
         found = _within(6 * self._pause + GUARD_GRACE, lambda: self._search(closed=not late))
         return found[0] if found else (self._cause or self._cause_without_store())
 
-    # The first thread.
+    # The exchange thread.
 
     def _exchange(self) -> None:
         dist: Any = torch.distributed
@@ -180,7 +182,7 @@ class _WatchedRun:
             while not self._over.is_set():
                 self._send(self._store)
                 now = time.monotonic()
-                # Where this process was stopped itself, the gap is not the silence of the others.
+                # Limited: if this process was stopped itself, the gap is no silence of the other ranks.
                 self._receive(min(now - last, 2 * self._pause))
                 last = now
                 self._rounds += 1
@@ -191,21 +193,21 @@ class _WatchedRun:
             return  # the store is gone: the guard sees that the rounds have ended
 
     def _send(self, store: Any, *, has_left: bool = False) -> None:
-        """Write a heartbeat for this run; or for all runs, read by ranks that wait for this one in another run."""
+        """Write a heartbeat to the store of this run, or to that of all runs, for ranks that wait in another run."""
         store.set(f"beat/{self.rank}", json.dumps(self._heartbeat(has_left=has_left)))
 
     def _heartbeat(self, *, has_left: bool = False) -> Heartbeat:
         frame = frame_of(self._thread)
         try:
             progress = self._progress()
-        except Exception as error:  # the run continues beside this thread, and a position is worth no failure
+        except Exception as error:  # a missing position must not stop the heartbeats
             progress = f"({type(error).__name__} when asked for its position)"
         line = user_line(frame) if frame is not None else ""
         here = (self.rank, socket.gethostname(), os.getpid())
         return Heartbeat(next(self._counter), has_left, *here, progress, line, call_of(frame))
 
     def _receive(self, elapsed: float) -> None:
-        """Read heartbeats: rank 0 those of all, the others rank 0's, so that a round has n reads and not n * n."""
+        """Read heartbeats: rank 0 those of all ranks, others that of rank 0, so that a round has n reads, not n * n."""
         self._cause = self._recorded()
         for rank in range(1, self.size) if self.rank == 0 else (0,):
             self._silent[rank] = self._silent.get(rank, 0.0) + elapsed
@@ -219,7 +221,7 @@ class _WatchedRun:
             self._cause = self._record(self._missed("silent" if overdue[0] in self._last else "absent", overdue[0]))
 
     def _heartbeats(self, ranks: list[int]) -> dict[int, Heartbeat]:
-        """Return the newest heartbeats; the store waits for a key that it does not have, so these are left out."""
+        """Return the newest heartbeats of ranks that have one: reading a missing key would block."""
         if not self._store.check([f"beat/{rank}" for rank in ranks]):
             ranks = [rank for rank in ranks if self._store.check([f"beat/{rank}"])]
         beats = self._store.multi_get([f"beat/{rank}" for rank in ranks]) if ranks else []
@@ -229,21 +231,21 @@ class _WatchedRun:
         return Cause.read(self._store.get("failure")) if self._store.check(["failure"]) else None
 
     def _record(self, cause: Cause) -> Cause:
-        """Record a cause unless there is one; return the one that is recorded."""
+        """Record a cause unless there is one; return the recorded one."""
         return Cause.read(self._store.compare_set("failure", "", json.dumps(cause)))
 
     def _missed(self, kind: str, rank: int, *, is_closed: bool = False) -> Cause:
-        """Return the cause "a rank is missed", with its last heartbeat in this run, else in another one."""
+        """Return a cause of a rank that does not answer, with its last heartbeat in this run, else in another run."""
         last = self._last.get(rank)
         if kind == "absent" and self._all_runs.check([f"beat/{rank}"]):
             last = Heartbeat.read(self._all_runs.get(f"beat/{rank}"))
         waits = call_of(frame_of(self._thread))
         return Cause(kind, rank, self.rank, last, waits=waits, is_closed=is_closed)
 
-    # After an error of the group, in a thread with a limit.
+    # After an error of the group, in a thread with a time limit.
 
     def _search(self, *, closed: bool) -> Cause | None:
-        """Wait until a cause is recorded; else find the rank that is silent, gone or somewhere else."""
+        """Wait a short time for a recorded cause; else record a rank that is silent, absent, gone or behind."""
         others = [rank for rank in range(self.size) if rank != self.rank]
         before = self._heartbeats(others)
         self._store.set(f"waits/{self.rank}", "1")
@@ -271,29 +273,29 @@ class _WatchedRun:
         return "" if self._store.check([f"waits/{rank}"]) else "behind"
 
     def _cause_without_store(self) -> Cause | None:
-        """Return the cause where the store does not answer: the process that has it."""
+        """Return the cause if the store does not answer: the process that hosts it."""
         if share_store():
             return Cause("store", -1, self.rank)
         return None if self.rank == 0 else self._missed("silent", 0)
 
-    # The second thread.
+    # The guard thread.
 
     def _wait_for_cause(self) -> None:
-        """End the process when a cause is known, or the first thread is stuck in the store."""
+        """End the process when a cause is known or the exchange thread is blocked in the store."""
         rounds, stuck, last = 0, 0.0, time.monotonic()
         while not self._over.wait(self._pause):
             now = time.monotonic()
             stuck = 0.0 if self._rounds != rounds else stuck + min(now - last, 2 * self._pause)
             rounds, last = self._rounds, now
             if (of_store := self._last.get(0)) is not None and of_store.has_left:
-                stuck = 0.0  # rank 0 had the store, and was free to leave
+                stuck = 0.0  # rank 0, which hosted the store, has left the run normally
             cause = self._cause or (self._cause_without_store() if stuck > self.timeout else None)
             if cause is not None:
                 self._end_process(cause)
                 return
 
     def _end_process(self, cause: Cause) -> None:
-        """End this process after GUARD_GRACE, unless its main thread raises an error by then or is the cause itself."""
+        """End this process after GUARD_GRACE, unless its main thread raises an error before or is itself the cause."""
         if cause.kind == "error" and cause.rank == self.rank:
             return
         end = time.monotonic() + GUARD_GRACE
@@ -303,18 +305,18 @@ class _WatchedRun:
         text = f"rank {self.rank} ends: {error_text(cause, self.timeout)}"
         if report_exit is not None:
             report_exit(text)
-        elif self.rank == (1 if cause.rank == 0 else 0):  # one is enough to read
+        elif self.rank == (1 if cause.rank == 0 else 0):  # one rank prints the message
             os.write(2, f"{text}\n".encode())
         _within(1.0, _flush)
-        os._exit(1)  # the main thread may be in a wait that nothing interrupts
+        os._exit(1)  # the main thread may be in a blocking call that cannot be interrupted
 
 
 def frame_of(thread: int) -> FrameType | None:
-    """Return the frame that a thread runs, without a garbage collection meanwhile.
+    """Return the current frame of a thread, with garbage collection disabled meanwhile.
 
-    Before Python 3.11.9, `sys._current_frames` allocates while it holds the lock of the list of threads. A finalizer
-    that a collection runs there may release the GIL; a thread that then starts another one waits for the lock with the
-    GIL, and neither continues (python/cpython#106883).
+    Before Python 3.11.9, `sys._current_frames` allocates while it holds the lock of the thread list. A finalizer run by
+    a collection at this point may release the GIL. A thread that then starts another thread holds the GIL and waits for
+    the lock: a deadlock (python/cpython#106883).
     """
     collects = gc.isenabled()
     gc.disable()
@@ -326,7 +328,7 @@ def frame_of(thread: int) -> FrameType | None:
 
 
 def _within(seconds: float, ask: Callable[[], T]) -> list[T]:
-    """Return [answer], or [] where there is none in this time: the store may never answer."""
+    """Return [result of `ask`], or [] if it does not return within `seconds`: the store may never answer."""
     dist: Any = torch.distributed
     answer: list[T] = []
 
@@ -347,14 +349,14 @@ def _flush() -> None:
     sys.stderr.flush()
 
 
-# Messages about a rank at fault: which one, its last position, the call of another rank that waits for it.
+# Messages about the rank at fault: its last position, and the call in which another rank waits for it.
 
 
 class Heartbeat(NamedTuple):
-    """A rank and its position, as it writes them to the store again and again."""
+    """Identity and position of a rank, which it writes to the store periodically."""
 
     number: int
-    """The count of its heartbeats: the same number twice is a rank that is silent."""
+    """The number of its heartbeats so far. A rank whose number does not change is silent."""
     has_left: bool
     """Whether it has left the run."""
     rank: int
@@ -363,37 +365,37 @@ class Heartbeat(NamedTuple):
     progress: str
     """Its progress in the run, such as "epoch 1, after update 3"."""
     line: str
-    """The line of the user's code that its main thread runs, such as "train.py:12"."""
+    """The current line of user code in its main thread, such as "train.py:12"."""
     call: str
-    """The call of ours in which that is, with the line of the call; "" outside of one."""
+    """The outermost active call of this library and the line of that call, as `call_of` returns it."""
 
     @classmethod
     def read(cls, sent: bytes) -> Heartbeat:
-        """Return a heartbeat that was sent as JSON."""
+        """Return a heartbeat from JSON."""
         return cls(*json.loads(sent))
 
 
 class Cause(NamedTuple):
-    """The cause of the end of a run: the first that a rank records is the one that all report."""
+    """The cause of a failed run. All ranks report the first one that is recorded."""
 
     kind: str
-    """One of `_MESSAGES`."""
+    """A key of `_MESSAGES`."""
     rank: int
-    """The rank at fault; -1: the launcher."""
+    """The rank at fault; -1 for the launcher."""
     by: int
-    """The rank that has recorded it."""
+    """The rank that recorded the cause."""
     last: Heartbeat | None = None
     """The last heartbeat of the rank at fault."""
     error: str = ""
     """The first line of its error."""
     waits: str = ""
-    """The call in which `by` waits for it."""
+    """The call in which rank `by` waits for it."""
     is_closed: bool = False
     """Whether its connections are closed."""
 
     @classmethod
     def read(cls, sent: bytes) -> Cause:
-        """Return a cause that was recorded as JSON."""
+        """Return a cause from JSON."""
         kind, rank, by, last, *rest = json.loads(sent)
         return cls(kind, rank, by, None if last is None else Heartbeat(*last), *rest)
 
@@ -423,11 +425,11 @@ _MESSAGES = {
     ),
     "store": ("the process that launched this one does not answer", "look at its output; start the job again"),
 }
-"""By kind of cause: the first line of the message, and its `fix`."""
+"""The first line of the message and its `fix`, by kind of cause."""
 
 
 def error_text(cause: Cause, timeout: float, *, here: str = "") -> str:
-    """Return the message for a cause; `timeout`: the setting, in seconds; `here`: the line where this rank waited."""
+    """Return the message for a cause. `timeout`: the setting, in seconds. `here`: the line where this rank waited."""
     kind = cause.kind
     what, fix = _MESSAGES["gone" if cause.is_closed and kind == "silent" else kind]
     named = {"rank": cause.rank, "by": cause.by, "error": cause.error}
@@ -445,7 +447,7 @@ def error_text(cause: Cause, timeout: float, *, here: str = "") -> str:
 
 
 def line_of(error: BaseException) -> str:
-    """Return "train.py:12": the innermost line of the user's code that an error has passed, or ""."""
+    """Return the innermost line of user code in the traceback of an error, as "train.py:12"; "" if there is none."""
     found, step = "", error.__traceback__
     while step is not None:
         name = step.tb_frame.f_code.co_filename
@@ -456,7 +458,7 @@ def line_of(error: BaseException) -> str:
 
 
 def call_of(frame: FrameType | None) -> str:
-    """Return "evaluate (train.py:12)": the outermost call of ours that the user's code is in, or ""."""
+    """Return the outermost active call of this library, as "evaluate (train.py:12)"; "" if there is none."""
     found, name = "", ""
     while frame is not None:
         code = frame.f_code
@@ -464,18 +466,18 @@ def call_of(frame: FrameType | None) -> str:
             found = f"{name} ({os.path.basename(code.co_filename)}:{frame.f_lineno})" if name else found
             name = ""
         elif is_ours(code.co_filename):
-            if code.co_filename.endswith("launch.py"):  # the function that `launch` runs is the program
+            if code.co_filename.endswith("launch.py"):  # the function given to `launch` is the program: stop there
                 break
             if code.co_flags & CO_GENERATOR:
-                name = ""  # a context of ours, which the user has not called by its name
-            elif code.co_name != "called":  # the wrapper of methods by `suggests`
+                name = ""  # an internal context manager, not a method that the user called
+            elif code.co_name != "called":  # "called" is the wrapper that `suggests` puts around methods
                 name = code.co_name
         frame = frame.f_back
     return found
 
 
 def _position(cause: Cause) -> str:
-    """Return the rank at fault, its process, and its last position."""
+    """Return the rank at fault, its process and its last position, as text."""
     last = cause.last
     if last is None:
         return ""

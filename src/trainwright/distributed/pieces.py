@@ -1,4 +1,4 @@
-"""Records of tensors that several ranks hold in pieces, and their placeholders in a tree."""
+"""Records of sharded tensors whose pieces are in several files, and their placeholders in a tree of state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import Tensor
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """A box of a tensor, and the file that holds it under the tensor's name."""
+    """A box of a tensor, stored in a file under the tensor's name."""
 
     file: str
     offsets: tuple[int, ...]
@@ -27,7 +27,7 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class TensorPieces:
-    """A tensor in pieces, which hold each element once."""
+    """A tensor stored in pieces; together they hold each element once."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -35,7 +35,7 @@ class TensorPieces:
 
     @property
     def is_complete(self) -> bool:
-        """Whether every element is in one piece, and in one only."""
+        """Whether every element is in exactly one piece."""
         for piece in self.pieces:
             boxed = len(piece.offsets) == len(piece.sizes) == len(self.shape)
             if not boxed or any(
@@ -51,17 +51,17 @@ class PieceReader(Protocol):
 
     @property
     def tensors(self) -> Mapping[str, TensorPieces]:
-        """All tensors in pieces, by name."""
+        """All tensors that are stored in pieces, by name."""
         ...
 
     def read(self, file: str) -> Mapping[str, Tensor]:
-        """Return the pieces in one file, each byte checked; CheckpointError where it is damaged."""
+        """Return the pieces in one file, after a check of every byte; CheckpointError if the file is damaged."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Replaces in a tree a tensor that is stored beside it; `device`: the type of its device if not the CPU."""
+    """Stands in a tree for a tensor that is stored separately; `device`: its device type, "" for the CPU."""
 
     name: str
     device: str = ""
@@ -69,7 +69,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """A placeholder in a loaded tree for a tensor in pieces, until each rank knows the part that it needs."""
+    """Stands in a loaded tree for a tensor in pieces, which is read once each rank's part of it is known."""
 
     reader: PieceReader
     name: str
@@ -81,12 +81,12 @@ class LazyTensor:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Its dtype."""
+        """The dtype of the tensor."""
         return self.reader.tensors[self.name].dtype
 
 
 def _overlap(pieces: Collection[Piece]) -> bool:
-    """Return whether two boxes share an element; in order, so that each is compared with its neighbors alone."""
+    """Return whether two boxes share an element; sorted, so that each box is compared with few others."""
     open_boxes: list[Piece] = []
     for piece in sorted(pieces, key=lambda piece: piece.offsets):
         open_boxes = [one for one in open_boxes if not one.offsets or one.box[0].stop > piece.offsets[0]]

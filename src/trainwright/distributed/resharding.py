@@ -1,7 +1,7 @@
-"""State of sharded models: which pieces of which tensors a rank saves, and loading into any other sharding.
+"""Checkpoint state of sharded models: selects the pieces that a rank saves, and loads them into any other sharding.
 
-`torch.distributed.checkpoint` (DCP) plans which pieces are saved, and loads them into any other sharding. The files in
-between are safetensors and JSON, of which no byte can run: DCP's own format has a pickle.
+`torch.distributed.checkpoint` (DCP) plans the pieces and loads them. The files are safetensors and JSON, which cannot
+execute code on load; DCP's own format contains a pickle.
 """
 
 from __future__ import annotations
@@ -40,20 +40,21 @@ from trainwright.protocols import Stateful, Tree
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Split:
-    """A tree, and the sharded tensors beside it."""
+    """A tree of state, split from its sharded tensors."""
 
     tree: dict[str, Tree]
-    """With placeholders for the sharded tensors."""
+    """The state, with placeholders for the sharded tensors."""
     tensors: dict[str, Tensor]
-    """Their parts that this rank saves, by name; not copied."""
+    """The local parts that this rank saves, by tensor name; not copied."""
     pieces: dict[str, TensorPieces]
-    """All of them, each with the pieces that this rank saves: one, or none."""
+    """Every sharded tensor by name, with the piece that this rank saves, if any."""
 
 
 def split(tree: Mapping[str, Tree], *, file: str, dtypes: Collection[torch.dtype]) -> Split:
-    """Take the sharded tensors out of `{part: state}`; `file`: the one that will hold this rank's pieces.
+    """Split the sharded tensors from `{part: state}`. `file`: the name of the file for this rank's pieces.
 
-    The names are the same on every rank. CheckpointError names a tensor that cannot be stored: files have `dtypes`.
+    Tensor names are the same on every rank. CheckpointError for a tensor that cannot be stored; `dtypes`: the dtypes
+    that files support.
     """
     found: dict[str, DTensor] = {}
 
@@ -63,7 +64,7 @@ def split(tree: Mapping[str, Tree], *, file: str, dtypes: Collection[torch.dtype
         _check(value, keys, dtypes)
         name = _name(keys, found)
         found[name] = cast(DTensor, value.detach())
-        on_cpu = value.device.type == "cpu" or keys[0] == "model"  # a model's own loading moves it
+        on_cpu = value.device.type == "cpu" or keys[0] == "model"  # the model's `load_state_dict` moves tensors
         return Placeholder(name, "" if on_cpu else value.device.type)
 
     rest = _walked(dict(tree), (), take)
@@ -88,11 +89,11 @@ def place(
     world: World,
     likes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Tree]:
-    """Convert every tensor of a loaded `{part: state}` to the form that its part has now: sharded alike, or complete.
+    """Return a loaded `{part: state}` with every tensor sharded as the current one of its part, or complete.
 
-    The tensors are complete, or still in files, from which DCP reads the parts that each rank needs. All ranks call
-    this alike; CheckpointError on all where a file is damaged. An optimizer's state of a sharded parameter is sharded
-    like it. `likes`: trees of tensors, by part, for parts that hold no tensors yet.
+    The loaded tensors are complete, or LazyTensors, of which DCP reads the parts that each rank needs. All ranks call
+    this; CheckpointError on all ranks if a file is damaged. Optimizer state is sharded like its parameter. `likes`:
+    trees of tensors to shard like, by part, for parts that hold no tensors yet.
     """
     targets: dict[str, Tensor] = {}
     readers: list[PieceReader] = []
@@ -119,7 +120,7 @@ def place(
 
 
 def _load(targets: dict[str, Tensor], reader: PieceReader, world: World) -> None:
-    """Have DCP fill the targets; one error for all ranks."""
+    """Fill the targets through DCP; the same CheckpointError on all ranks."""
     planner = DefaultLoadPlanner(flatten_state_dict=False)
     try:
         load(dict(targets), storage_reader=_DcpReader(reader), planner=planner, process_group=world.host)
@@ -129,7 +130,7 @@ def _load(targets: dict[str, Tensor], reader: PieceReader, world: World) -> None
 
 
 class _DcpReader(StorageReader):
-    """Reads the pieces of a checkpoint for DCP; each file completely, so that each of its bytes is checked."""
+    """Reads the pieces of a checkpoint for DCP. Each file is read completely, so that every byte is checked."""
 
     def __init__(self, reader: PieceReader) -> None:
         self._reader = reader
@@ -138,7 +139,7 @@ class _DcpReader(StorageReader):
         """No-op: there is no state between loads."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the list of the pieces in DCP's terms."""
+        """Return the pieces of all tensors as DCP's metadata."""
         return Metadata(
             {
                 name: TensorStorageMetadata(
@@ -154,7 +155,7 @@ class _DcpReader(StorageReader):
         )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """No-op."""
+        """No-op: the plan holds all that `read_data` needs."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Return the plan unchanged."""
@@ -186,19 +187,19 @@ class _DcpReader(StorageReader):
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
-        """Return False: a reader is made for one checkpoint."""
+        """Return False: a reader belongs to one checkpoint and has no id."""
         return False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Of:
-    """A placeholder for all state that an optimizer has for one parameter."""
+    """Stands for all optimizer state of one parameter: its tensors are sharded like `parameter`."""
 
     parameter: Tensor
 
 
 def _likes(part: Any, state: Tree) -> Any:
-    """Return a tree with the tensors that a part has now, at the paths of those in its saved `state`."""
+    """Return a tree with the current tensors of a part, at the paths of the saved ones in `state`."""
     if isinstance(part, Optimizer):
         return {"state": {index: _Of(one) for index, one in enumerate(parameters_in(part))}}
     if isinstance(part, NamedParts) and isinstance(state, Mapping):
@@ -227,7 +228,7 @@ def _placed(saved: Tree, like: Any, target: Callable[[LazyTensor, Any], Tensor])
 
 
 def _at(like: Any, key: Any) -> Any:
-    """Return the value at a key of a tree that may have no such key."""
+    """Return the value at a key of a tree; None if there is no such key."""
     if isinstance(like, _Of):
         return like
     if isinstance(like, Mapping):
@@ -236,7 +237,7 @@ def _at(like: Any, key: Any) -> Any:
 
 
 def _sharded_like(like: Any, complete: Tensor) -> Tensor:
-    """Shard a complete tensor like another one; each rank copies its part."""
+    """Return a complete tensor sharded like another one; each rank copies its part."""
     sharded = torch.empty_like(like, dtype=complete.dtype, requires_grad=False)
     with torch.no_grad():
         copy_into(sharded, complete)
@@ -244,7 +245,7 @@ def _sharded_like(like: Any, complete: Tensor) -> Tensor:
 
 
 def _walked(value: Any, keys: Keys, take: Callable[[Any, Keys], Any]) -> Any:
-    """Return a tree in which every leaf is replaced by the result of `take`."""
+    """Return a tree with every leaf replaced by the result of `take`."""
     if type(value) in (dict, OrderedDict):
         return _as(value, [(key, _walked(one, (*keys, key), take)) for key, one in value.items()])
     if type(value) in (list, tuple):
@@ -253,7 +254,7 @@ def _walked(value: Any, keys: Keys, take: Callable[[Any, Keys], Any]) -> Any:
 
 
 def _as(before: Any, pairs: list[tuple[Any, Any]]) -> Any:
-    """Return a dict of the same class as another one; a module's `state_dict` keeps its versions."""
+    """Return a dict of the class of `before`, with the version metadata of a module's `state_dict`."""
     after = type(before)(pairs)
     if (versions := versions_of(before)) is not None:
         set_versions(after, versions)
@@ -261,7 +262,7 @@ def _as(before: Any, pairs: list[tuple[Any, Any]]) -> Any:
 
 
 def _is_first_of_equals(tensor: DTensor) -> bool:
-    """Return whether this rank saves its part: of ranks that hold the same one only the first does."""
+    """Return whether this rank saves its part: of ranks with equal parts only the first one does."""
     coordinate = tensor.device_mesh.get_coordinate()
     assert coordinate is not None
     return not any(

@@ -1,4 +1,4 @@
-"""Start the ranks of a run: `as_world` finds the others, checks that all fit together, and makes the process group."""
+"""Start of the ranks of a run: `as_world` finds them, checks that their settings agree, makes the process group."""
 
 from __future__ import annotations
 
@@ -32,26 +32,26 @@ from trainwright.distributed.mesh import Parallel, checked_parallel, of_ranks
 from trainwright.distributed.world import ProcessGroupWorld, World
 
 LEAVE = 5.0
-"""Seconds for destroying a group at the end of the program: a peer that is dead never answers."""
+"""Seconds to wait for the destruction of a group at exit: a dead peer never answers."""
 
 _made: list[weakref.ref[Any]] = []
-"""The process group that was made here, to be destroyed at the end.
+"""The process group that was made here, to be destroyed at exit.
 
-A weak reference, as all of groups here: a group that is still referenced after it was destroyed has threads beyond the
-end of the interpreter, and these may abort the process (`terminate called without an active exception`).
+All references to groups here are weak. A group that is still referenced after its destruction keeps threads that
+outlive the interpreter and may abort the process (`terminate called without an active exception`).
 """
 _known: list[tuple[weakref.ref[Any], ProcessGroupWorld]] = []
 """The last process group, and its `ProcessGroupWorld`: all trainers of a process share them."""
 
 
 def as_world(parallel: Any, device_type: str = "cpu") -> World:
-    """Return this rank of a run, by the `parallel` setting; all ranks call it, in the same order.
+    """Return this rank of a run for the setting `parallel=`; all ranks call this, in the same order.
 
-    None is one rank, whatever the environment is. "auto": the group that torch.distributed has already, unchanged; else
-    the ranks that torchrun, or Slurm's `srun`, has started, which get a group until the program ends; else one rank.
-    `DDP(...)` and `FSDP(...)` are "auto" with settings.
+    None: one rank, whatever the environment. "auto": the initialized group of torch.distributed, unchanged; else a new
+    group of the ranks that torchrun, MPI or Slurm's `srun` has started, destroyed at exit; else one rank. `DDP(...)`
+    and `FSDP(...)` are "auto" with settings.
 
-    Raises SettingError for settings that contradict each other, DistributedError where other ranks do not come.
+    Raises SettingError for settings that contradict each other, DistributedError if other ranks do not join in time.
     """
     settings = checked_parallel(parallel)
     if parallel is None:
@@ -70,7 +70,7 @@ def as_world(parallel: Any, device_type: str = "cpu") -> World:
 
 
 def _for(settings: Parallel, world: World) -> World:
-    """Return the group of all trainers with the time-out and the mesh of one trainer."""
+    """Return the world that all trainers share, with the time-out and the mesh of one trainer."""
     if not isinstance(world, ProcessGroupWorld):
         return world
     mesh = of_ranks(world.rank, world.size, shards=settings.shards)
@@ -81,20 +81,20 @@ def _for(settings: Parallel, world: World) -> World:
 
 
 def leave() -> None:
-    """Destroy the group that was made here, if it is still the default one; wait for a dead peer only a short time."""
+    """Destroy the process group if `as_world` made it and it is still the default one; wait at most LEAVE seconds."""
     dist: Any = torch.distributed
     if not _made or not dist.is_initialized() or dist.group.WORLD is not _made.pop()():
         return
     leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
     try:
         leaving.start()
-    except RuntimeError:  # too late for a thread: the end of the process closes the connections as well
+    except RuntimeError:  # the interpreter is shutting down: the end of the process closes the connections
         return
     wait_for(leaving, LEAVE)
 
 
 def _of_initialized(settings: Parallel, device_type: str) -> World:
-    """Return the rank in the initialized group, that of another trainer or one of the user's, unchanged."""
+    """Return the rank in the initialized group, which another trainer or the user has made."""
     dist: Any = torch.distributed
     size = dist.get_world_size()
     stated = os.environ.get("WORLD_SIZE", str(size))
@@ -115,7 +115,7 @@ def _of_initialized(settings: Parallel, device_type: str) -> World:
 
 
 def _check_serves(dist: Any, settings: Parallel, device_type: str) -> None:
-    """Refuse a group without a backend for the device, or with another one than the setting."""
+    """Refuse a group without a backend for the device, or with another backend than the setting."""
     served = {str(device) for device in dist.get_backend_config().split(",")}
     devices = {pair.partition(":")[0] for pair in served} if ":" in next(iter(served)) else {device_type}
     if device_type not in devices:
@@ -133,7 +133,7 @@ def _check_serves(dist: Any, settings: Parallel, device_type: str) -> None:
 
 
 def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> ProcessGroupWorld:
-    """Return the rank in a group of the user's; local ranks are counted where LOCAL_RANK is not set."""
+    """Return the rank in a group that the user made; local ranks are counted by host if LOCAL_RANK is not set."""
     group = ProcessGroupWorld(timeout=settings.timeout)
     stated = os.environ.get("LOCAL_RANK", "")
     hosts = [] if stated.isdigit() else group.all_gather(socket.gethostname())
@@ -147,7 +147,7 @@ def _of_user_group(dist: Any, settings: Parallel, device_type: str) -> ProcessGr
 
 
 def _started(place: Place | None, settings: Parallel, device_type: str) -> ProcessGroupWorld:
-    """Make the process group of the ranks that were started together, or of this one alone."""
+    """Make the process group of the ranks that were started together, or of this rank alone if `place` is None."""
     dist: Any = torch.distributed
     limit = timedelta(seconds=settings.timeout)
     if place is None:
@@ -167,7 +167,7 @@ def _started(place: Place | None, settings: Parallel, device_type: str) -> Proce
         backend, store=store, rank=place.rank, world_size=place.size, timeout=limit, device_id=device
     )
     _made[:] = [weakref.ref(dist.group.WORLD)]
-    atexit.unregister(leave)  # once, and before what was registered earlier
+    atexit.unregister(leave)  # registered once, and called before all earlier registrations
     atexit.register(leave)
     group = ProcessGroupWorld(local_rank=local_rank, device_index=index, timeout=settings.timeout)
     _known[:] = [(weakref.ref(dist.group.WORLD), group)]
@@ -175,7 +175,7 @@ def _started(place: Place | None, settings: Parallel, device_type: str) -> Proce
 
 
 def _store(dist: Any, place: Place, limit: timedelta, *, waiting: WaitReport) -> Any:
-    """Return the store that all ranks share; rank 0, or torchrun itself, has it."""
+    """Return the store that all ranks share, hosted by rank 0 or by torchrun."""
     url = f"tcp://{place.address}?rank={place.rank}&world_size={place.size}"
     seconds = limit.total_seconds()
     try:
@@ -184,7 +184,7 @@ def _store(dist: Any, place: Place, limit: timedelta, *, waiting: WaitReport) ->
             return own_part(dist, store, rank=place.rank, size=place.size, seconds=seconds, look=waiting.look)
         host, _, port = place.address.rpartition(":")
         first = place.rank == 0
-        # No wait for workers: rank 0 waits in `_agreed`, where it can name the ranks that are missing.
+        # No wait for workers: rank 0 waits in `_agreed`, where it can name missing ranks.
         store = dist.TCPStore(
             host.strip("[]"), int(port), is_master=first, timeout=limit, wait_for_workers=False, multi_tenant=True
         )
@@ -202,9 +202,9 @@ def _store(dist: Any, place: Place, limit: timedelta, *, waiting: WaitReport) ->
 def _agreed(
     store: Any, place: Place, *, settings: Parallel, device_type: str, waiting: WaitReport
 ) -> tuple[str, int | None, int]:
-    """Have rank 0 check the facts of all ranks before any waits in the group: a problem of one is raised on all.
+    """Return the backend, the index of this rank's device and its local rank, after rank 0 has checked all ranks.
 
-    Returns the backend, the index of this rank's device and its local rank.
+    Runs before the first collective, so that a problem of one rank raises SettingError on all.
     """
     dist: Any = torch.distributed
     facts: dict[str, Any] = {"host": socket.gethostname(), "pid": os.getpid(), "local_rank": place.local_rank}
@@ -231,7 +231,7 @@ def _agreed(
 
 
 def _wait_for_all(store: Any, place: Place, *, timeout: float, waiting: WaitReport) -> None:
-    """Wait, on rank 0, until every rank has come; torch's DistStoreError where one does not in time."""
+    """Wait on rank 0 until every rank has joined; torch's DistStoreError after `timeout` seconds."""
     end = time.monotonic() + timeout
     for rank in range(place.size):
         while not store.check([str(rank)]):
@@ -260,7 +260,7 @@ def _not_come(store: Any, place: Place, timeout: float) -> DistributedError:
 
 
 def _verdict(facts: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the first problem of any rank, and the local ranks where the environment has none."""
+    """Return the first problem of any rank, and local ranks counted by host if the environment has none."""
     problem, seen, on_host = "", dict[str, int](), Counter[str]()
     local_ranks: list[int] = []
     for rank, fact in enumerate(facts):
@@ -281,7 +281,7 @@ def _verdict(facts: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def _backend(dist: Any, settings: Parallel, device_type: str) -> str:
-    """Return the backend of a new group: of the setting, else of the device, with gloo for tensors on the host."""
+    """Return the backend of a new group: that of the setting or of the device, plus gloo for host tensors."""
     asked = settings.backend or _backend_of(dist, device_type)
     names = [pair.rpartition(":")[2] for pair in asked.split(",")]
     for name in names:
@@ -305,7 +305,7 @@ def _backend_of(dist: Any, device_type: str) -> str:
 
 
 def _device_index(device_type: str, local_rank: int) -> int:
-    """Return the index of this rank's device: its local rank; 0 where each process sees one device of its own."""
+    """Return the index of this rank's device: its local rank, or 0 if the process sees one device only."""
     count = torch.get_device_module(device_type).device_count()
     if local_rank < count:
         return local_rank
@@ -319,6 +319,6 @@ def _device_index(device_type: str, local_rank: int) -> int:
 
 
 def _identity(device_type: str, index: int) -> str:
-    """Return an identity of a device among all machines, as far as torch knows one."""
+    """Return a text that identifies a device among all machines: the host, and the UUID or else the index."""
     properties = torch.get_device_module(device_type).get_device_properties(index)
     return f"{socket.gethostname()}/{getattr(properties, 'uuid', f'{device_type}:{index}')}"

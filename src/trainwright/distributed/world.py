@@ -1,4 +1,4 @@
-"""The ranks of a run and their collectives: `World` is one rank alone, `ProcessGroupWorld` one of several."""
+"""The rank of this process and its collectives: `World` for a single rank, `ProcessGroupWorld` for one of several."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from trainwright.distributed.mesh import Mesh, of_ranks
 
 T = TypeVar("T")
 FLAT_BYTES = 2**28
-"""The most bytes that one collective broadcasts: tensors are copied into one flat tensor for it."""
+"""The most bytes of one broadcast, for which tensors are copied into one flat tensor."""
 
 
 class World:
-    """One rank alone: each collective returns its own value."""
+    """A single rank: each collective returns its own value."""
 
     rank = 0
     """The rank of this process, from 0."""
@@ -29,11 +29,11 @@ class World:
     local_rank = 0
     """The rank of this process on its machine, from 0."""
     device_index: int | None = None
-    """The index of this rank's device; None where there is no choice."""
+    """The index of this rank's device; None if the device has no index."""
     group: Any = None
-    """The process group of torch that the model's collectives use; None for the default one."""
+    """The process group for collectives of the model; None for the default group."""
     host: Any = None
-    """The process group for values on the host; None for the default one."""
+    """The process group for values on the host; None for the default group."""
     mesh = Mesh()
     """The role of this rank: its rows of the data, its copy or shard of the weights."""
 
@@ -72,15 +72,15 @@ class World:
         """Report to the other ranks that this one ends in `error`; they name the rank that reports first."""
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error of this rank: DistributedError where it follows from another rank's."""
+        """Return the cause of an error of this rank: a DistributedError if another rank caused it."""
         return error
 
 
 class ProcessGroupWorld(World):
     """One rank of a process group of torch.
 
-    All ranks call the methods in the same order. Values on the host are sent by gloo, whatever the backend of the group
-    is, so that no call waits for a device. A rank that does not answer for `timeout` seconds ends the run.
+    All ranks call the methods in the same order. Values on the host are sent by gloo, whatever the backend of the
+    group, so that no call waits for a device. If a rank does not answer for `timeout` seconds, the run ends.
     """
 
     def __init__(
@@ -98,11 +98,11 @@ class ProcessGroupWorld(World):
 
         self._dist: Any = dist
         self.group = group
-        """The process group; None is torch's default one."""
+        """The process group; None for the default group."""
         self.rank, self.size, self.local_rank = dist.get_rank(group), dist.get_world_size(group), local_rank
         limit = timedelta(seconds=timeout)
         self.host: Any = group if _takes_host_tensors(dist, group) else dist.new_group(backend="gloo", timeout=limit)
-        """The process group for values on the host."""
+        """The process group for values on the host, with gloo."""
         self.device_index, self.timeout = device_index, timeout
         self.mesh = of_ranks(self.rank, self.size, shards=shards)
         self._watch = PeerWatch(self)
@@ -158,7 +158,7 @@ class ProcessGroupWorld(World):
     def watch(self, position: Callable[[], str]) -> AbstractContextManager[None]:
         """Return a context in which the ranks watch each other; `position` describes this rank's progress.
 
-        When a rank has failed, or is silent for `timeout` seconds, the next collective of the others raises
+        When a rank fails, or is silent for `timeout` seconds, the next collective of the other ranks raises
         DistributedError with that rank and its line. A rank that is still blocked GUARD_GRACE seconds later exits with
         code 1.
         """
@@ -169,9 +169,9 @@ class ProcessGroupWorld(World):
         self._watch.report_error(error)
 
     def cause_of(self, error: BaseException) -> BaseException:
-        """Return the cause of an error of this rank: DistributedError where it follows from another rank's.
+        """Return the cause of an error of this rank: a DistributedError if another rank caused it.
 
-        An error of this rank's own is reported to the others, as `report_error` does, and returned as it is.
+        Any other error is reported to the other ranks, as by `report_error`, and returned unchanged.
         """
         return self._watch.cause_of(error)
 
@@ -191,7 +191,7 @@ class ProcessGroupWorld(World):
 
 
 def split_by_bytes(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
-    """Cut tensors into lists of at most `most` bytes each, or of one tensor."""
+    """Split tensors into consecutive lists of at most `most` bytes each; a larger tensor is a list by itself."""
     cut: list[list[Tensor]] = [[]]
     size = 0
     for tensor in tensors:
@@ -205,27 +205,27 @@ def split_by_bytes(tensors: Iterable[Tensor], most: int) -> list[list[Tensor]]:
 
 
 def _takes_host_tensors(dist: Any, group: Any) -> bool:
-    """Whether a group takes tensors on the host."""
+    """Whether a group supports tensors on the host."""
     return "cpu" in str(dist.get_backend_config(group)) or dist.get_backend(group) == "gloo"
 
 
 def packed(value: Any) -> bytes:
-    """Pickle a value for another rank: of a tensor its own elements only, not the storage that it is a view of."""
+    """Pickle a value for another rank: of a view only its elements, not the complete storage."""
     file = io.BytesIO()
     _Packer(file, pickle.HIGHEST_PROTOCOL).dump(value)
     return file.getvalue()
 
 
 def unpacked(data: bytes, device: torch.device | None = None) -> Any:
-    """Return a value that another rank has packed; tensors of an accelerator on `device`, else on the host."""
+    """Return a value that another rank has packed. Tensors from an accelerator are moved to `device`, if given."""
     return _Unpacker(io.BytesIO(data), device).load()
 
 
 class _Packer(pickle.Pickler):
-    """Copies tensors of accelerators and views to the host."""
+    """Copies views, and tensors on accelerators, to new host tensors."""
 
     def persistent_id(self, value: Any) -> tuple[bool, Tensor] | None:
-        """Return whether a tensor comes from an accelerator, and its copy; None: it is pickled as it is."""
+        """Return whether a tensor is on an accelerator, and its copy; None for values that are pickled normally."""
         if type(value) is not Tensor or value.layout is not torch.strided:
             return None
         if not value.is_cpu:
@@ -239,11 +239,11 @@ class _Unpacker(pickle.Unpickler):
         self._device = device
 
     def persistent_load(self, sent: tuple[bool, Tensor]) -> Tensor:
-        """Return a tensor, on the accelerator if it comes from one."""
+        """Return a tensor, on the accelerator if it was on one."""
         elsewhere, tensor = sent
         return tensor.to(self._device) if elsewhere and self._device is not None else tensor
 
 
 def _is_view(tensor: Tensor) -> bool:
-    """Whether the storage of a tensor holds more than the tensor, or the tensor has a graph."""
+    """Whether the storage holds more than the tensor, or the tensor requires a gradient."""
     return tensor.requires_grad or tensor.untyped_storage().nbytes() != tensor.numel() * tensor.element_size()

@@ -1,8 +1,8 @@
 """Weight averaging: the settings EMA and SWA, and the averages of one model during one `fit`.
 
-The arithmetic is that of `torch.optim.swa_utils`. The number of averages is counted on the host, so that nothing is
-read from the device. Integer and boolean parameters are never averaged: like buffers, the averaged model has their
-current value. Of a sharded model each rank averages its shards.
+The arithmetic is that of `torch.optim.swa_utils`. The number of averages is counted on the host, so nothing is read
+from the device. Integer and boolean parameters are not averaged: like buffers, they have their current values in the
+averaged model. With a sharded model, each rank averages its shards.
 """
 
 from __future__ import annotations
@@ -28,33 +28,33 @@ from trainwright.modules.modes import training_mode
 from trainwright.schedules.lengths import Length, check_length
 
 Fold = Callable[[list[Tensor], list[Tensor], int], object]
-"""Updates averages in place: (averages, weights, number of averages before)."""
+"""Updates averages in place: (averages, weights, number of averages taken before)."""
 Forward = Callable[[], object]
-"""Runs the training data once through a model."""
+"""Runs the training data through a model once."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.complex64, torch.complex128)
 
 
 class WeightAveraging:
-    """Base class of the settings that fill the slot `average`; `bind` makes the object with state for each `fit`."""
+    """Base class of the settings for `average=`; `bind` makes the object with the state of one `fit`."""
 
     __slots__ = ()
 
     def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
-        """Return the averages of this model over this plan; settings that contradict the plan are refused here."""
+        """Return the averages of a model for a plan; SettingError if settings contradict the plan."""
         raise NotImplementedError
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
 class EMA(WeightAveraging):
-    """Exponential moving average, taken after every update: decay x average + (1 - decay) x weights.
+    """Exponential moving average of the weights, updated after each update: decay x average + (1 - decay) x weights.
 
     The first average is a copy of the weights.
 
     Args:
-        decay: The decay, from 0 to 1.
-        warmup: Whether the decay of update n is at most (1 + n) / (10 + n), as in TensorFlow's
-            `tf.train.ExponentialMovingAverage` with `num_updates`: a young average then forgets faster.
+        decay: The decay, from 0 to below 1.
+        warmup: Whether to limit the decay of update n to (1 + n) / (10 + n), as TensorFlow's
+            `tf.train.ExponentialMovingAverage` does with `num_updates`: early weights are forgotten faster.
     """
 
     decay: float = 0.999
@@ -66,7 +66,7 @@ class EMA(WeightAveraging):
         check_flag(self.warmup, f"EMA(warmup={self.warmup!r})", fix=f"EMA({self.decay!r}, warmup=True)")
 
     def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
-        """Return the averages of this model; no plan is needed."""
+        """Return the averages of a model; `plan` is not used."""
         fold = self._warming if self.warmup else inspect.unwrap(get_ema_multi_avg_fn(self.decay))
         return AveragedWeights(self, model, fold, text=settings_text(self))
 
@@ -78,14 +78,14 @@ class EMA(WeightAveraging):
 @suggests
 @dataclass(frozen=True, slots=True)
 class SWA(WeightAveraging):
-    """Stochastic weight averaging: the plain mean of the weights at every `every`, from `start` on (arXiv 1803.05407).
+    """Stochastic weight averaging: the plain mean of the weights, sampled periodically (arXiv 1803.05407).
 
-    BatchNorm statistics are estimated again for the averaged weights, as by torch's `update_bn`, whenever they are
-    evaluated.
+    Before an evaluation of the averaged weights, their BatchNorm statistics are estimated from the training data, as
+    torch's `update_bn` does.
 
     Args:
-        start: A duration, or a fraction of the run. The weights there are the first of the mean.
-        every: `Epochs(n)`: at the ends of epochs n, 2n, ... `Updates(n)`: after updates n, 2n, ...
+        start: When the first weights are sampled: a duration, or a fraction of the run.
+        every: The interval: `Epochs(n)` samples at the ends of epochs n, 2n, ...; `Updates(n)` after updates n, 2n, ...
     """
 
     start: Length = 0.75
@@ -99,9 +99,9 @@ class SWA(WeightAveraging):
             raise SettingError(what, want="complete epochs, or updates", fix="every=Epochs(1) or Updates(500)")
 
     def bind(self, model: nn.Module, plan: Plan | None = None) -> AveragedWeights:
-        """Return the averages of this model over this plan; without a plan `start` must be in updates or epochs.
+        """Return the averages of a model for a plan; without a plan, `start` must be in updates or epochs.
 
-        SettingError if no average would be taken in this plan.
+        SettingError if the plan ends before the first average.
         """
         times = self._times(plan)
         begin = f"epoch {times.epoch:g}" if times.epoch else f"update {times.update}"
@@ -127,7 +127,7 @@ class SWA(WeightAveraging):
 
 @dataclass(frozen=True, slots=True)
 class _Times:
-    """The times of an SWA: every n-th update or end of an epoch, from an update or an epoch on."""
+    """When an SWA takes averages: after every n-th update or epoch, from a first update or epoch on."""
 
     n: int
     each_epoch: bool
@@ -135,14 +135,14 @@ class _Times:
     epoch: float = 0
 
     def due(self, updates: int, epochs: int) -> bool:
-        """Return whether an average is due after so many updates and finished epochs."""
+        """Return whether an average is due after `updates` updates and `epochs` finished epochs."""
         begun = updates >= self.update and epochs >= self.epoch
         return begun and (epochs if self.each_epoch else updates) % self.n == 0
 
 
 def _refuse_never(times: _Times, plan: Plan, text: str) -> None:
-    """Refuse an SWA that takes no average in this plan, as far as the plan is known."""
-    plan = plan.planned  # the plan that records which settings depend on epoch lengths was asked before
+    """Raise SettingError if an SWA takes no average in this plan, as far as its length is known."""
+    plan = plan.planned  # `_times` has recorded the dependency on epoch lengths; this check must not add another
     total = plan.updates
     if times.each_epoch:
         total = plan.epochs if total is None or not plan.updates_in(0) else int(plan.epoch_at(total, "SWA"))
@@ -158,35 +158,35 @@ def _refuse_never(times: _Times, plan: Plan, text: str) -> None:
 
 
 class AveragedWeights:
-    """The average of a model's weights during one `fit`, and its raw weights while the model holds the average.
+    """The averaged weights of a model during one `fit`. A part of every checkpoint.
 
-    Inside `swapped()`, and after `apply()`, the model's own parameters hold the average. Part of every checkpoint.
+    Inside `swapped()` and after `apply()`, the model's parameters hold the average, and this object the raw weights.
     """
 
     each_update = True
-    """Whether averages are taken after updates; otherwise at the ends of epochs, by `epoch_ended`."""
+    """Whether averages are taken after updates. False: at the ends of epochs, by `epoch_ended`."""
 
     def __init__(self, settings: WeightAveraging, model: nn.Module, fold: Fold, *, text: str) -> None:
         self.name: str = type(settings).__name__
         self.text = text
-        """The settings as text, for the header of a run and for its checkpoints."""
+        """The settings as text, for the header of a run and for checkpoints."""
         self.taken = 0
-        """Number of averages taken."""
+        """The number of averages taken."""
         self.is_applied = False
         """Whether the model holds the average now."""
-        self._no_grad = torch.no_grad()  # made once: taking an average then costs six Python calls
+        self._no_grad = torch.no_grad()  # made once, so that an average costs six Python calls
         self._weights: list[Tensor] = []
         self._averages: list[Tensor] = []
         self._raw: list[Tensor] = []
-        """Copies of the raw weights, while the model holds the average."""
+        """Copies of the raw weights while the model holds the average."""
         self._applied: list[tuple[int, Tensor]] | None = None
-        """Version and value of each weight as `apply` has left it."""
+        """Version and value of each weight directly after `apply`."""
         self._signature: list[Any] | None = None
         self.attach(model)
         self._fold = _on_shards(fold) if is_sharded(*self._weights) else fold
 
     def take(self, updates: int) -> None:
-        """Take an average if one is due after `updates` applied updates. Called after each update."""
+        """Add the current weights to the average. Called after each update; `updates` is used by SWA only."""
         if self.is_applied:
             what = f"{self.name}: an average was to be taken while the model holds the averaged weights"
             raise SettingError(what, want="the weights that are trained", fix="average.revert() first")
@@ -199,14 +199,14 @@ class AveragedWeights:
         self.taken += 1
 
     def epoch_ended(self, updates: int, epochs: int) -> None:
-        """Take an average if one is due after `epochs` finished epochs. Called after each epoch; SWA takes one then."""
+        """No-op here; SWA may take an average after `epochs` finished epochs. Called after each epoch."""
 
     @contextmanager
     def swapped(self, forward: Forward | None = None) -> Iterator[None]:
-        """Give the model the average inside the block; afterwards its raw weights, bit for bit, also after an error.
+        """Load the average into the model inside the block; restore the raw weights bit for bit, also after an error.
 
-        No-op before the first average, and where the model holds the average already. `forward` runs the training data
-        once through the model, in train mode and without gradients; it is called if `needs_statistics`.
+        No-op before the first average, and if the model already holds the average. If `needs_statistics`, `forward` is
+        called, in train mode and without gradients: it must run the training data through the model once.
         """
         if self.is_applied or not self.taken:
             yield
@@ -220,18 +220,18 @@ class AveragedWeights:
 
     @property
     def needs_statistics(self) -> bool:
-        """Whether BatchNorm statistics must be estimated before the average can be evaluated: never here."""
+        """Whether BatchNorm statistics must be estimated before the average can be evaluated. False here."""
         return False
 
     @property
     def will_need_statistics(self) -> bool:
-        """Whether BatchNorm statistics of the present model will have to be estimated: never here."""
+        """Whether a later average of this model will need an estimate of BatchNorm statistics. False here."""
         return False
 
     def apply(self, forward: Forward | None = None) -> bool:
-        """Give the model the average, until `revert` if that is called; return whether there is one.
+        """Load the average into the model; return False if no average was taken yet. `revert` undoes it.
 
-        Called again after other weights were loaded into the model, it records those as the applied ones.
+        A second call, after other weights were loaded into the model, records those as the applied weights.
         """
         if not self.taken:
             return False
@@ -250,10 +250,10 @@ class AveragedWeights:
         return True
 
     def revert(self) -> bool:
-        """Give the model its raw weights after `apply`; return whether that was done.
+        """Restore the raw weights after `apply`; return whether they were restored.
 
-        Nothing is done if weights were changed or parameters replaced since: weights that were loaded are trained on.
-        A model that was only moved between devices counts as unchanged.
+        No-op if the user has changed weights or replaced parameters since `apply`: training continues from the changed
+        weights. A move between devices is no change.
         """
         applied, self._applied = self._applied, None
         if applied is None:
@@ -271,7 +271,7 @@ class AveragedWeights:
         return True
 
     def attach(self, model: nn.Module) -> None:
-        """Average the parameters that the model has now; a new one starts with its current value as its average."""
+        """Average the current parameters of the model; the average of a new parameter starts with its value."""
         assert not self.is_applied
         reshard(model.modules())
         self._model = model
@@ -281,9 +281,9 @@ class AveragedWeights:
             self._signature = signature
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the raw weights and counts, for a checkpoint whose model holds the average: call inside `swapped()`.
+        """Return the raw weights and the counts; call inside `swapped()`, since the saved model holds the average.
 
-        The tensors are not copied. CheckpointError if the model does not hold the average.
+        Tensors are not copied. CheckpointError if the model does not hold the average.
         """
         if self.taken and not self.is_applied:
             raise CheckpointError(
@@ -295,9 +295,9 @@ class AveragedWeights:
         return {"name": self.name, "settings": self.text, "taken": self.taken, "raw": raw}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> str | None:
-        """Use the weights that were just loaded into the model as the average, and give the model its raw weights.
+        """Take the weights just loaded into the model as the average, then load the raw weights into the model.
 
-        Returns a line if the settings differ. CheckpointError for another kind of average or another model.
+        Returns a line of text if the settings differ. CheckpointError for another kind of average or another model.
         """
         assert self._applied is not None or not self.is_applied
         self._check(tree)
@@ -310,7 +310,7 @@ class AveragedWeights:
         return None if tree["settings"] == self.text else f"average changed: {tree['settings']} -> {self.text}"
 
     def _collect(self) -> None:
-        """List the parameters with their averages, and group both by device and dtype, as foreach kernels want them."""
+        """List the parameters with their averages, and group both by device and dtype for foreach kernels."""
         known = {id(weight): average for weight, average in zip(self._weights, self._averages, strict=True)}
         named = self._model.named_parameters()
         averaged: dict[str, Tensor] = {name: weight for name, weight in named if _is_averaged(name, weight)}
@@ -344,7 +344,7 @@ class AveragedWeights:
         self.is_applied, self._raw = False, []
 
     def _check(self, tree: Mapping[str, Any]) -> None:
-        """Refuse the state of another kind of average, or of another model, before anything is changed."""
+        """Raise CheckpointError for the state of another kind of average or another model, before any change."""
         check_form(tree, name=is_text, settings=is_text, taken=is_count, raw=is_none_or(_are_tensors))
         if tree["name"] != self.name:
             have, want = f"{tree['settings']} in the checkpoint", self.text
@@ -361,14 +361,14 @@ class AveragedWeights:
 
 
 class SWAWeights(AveragedWeights):
-    """The averages of an `SWA`: taken at its times alone, with BatchNorm statistics estimated for the mean weights."""
+    """The averaged weights of an `SWA`, with BatchNorm statistics that are estimated for the mean weights."""
 
     def __init__(self, settings: SWA, model: nn.Module, times: _Times, *, text: str) -> None:
         self._times, self.each_update = times, not times.each_epoch
         self._in_eval: frozenset[str] = frozenset()
-        """Modules that were in eval mode when the last average was taken, in a model in train mode."""
+        """Names of modules in eval mode, within a model in train mode, when the last average was taken."""
         self._statistics: dict[str, Tensor] | None = None
-        """BatchNorm statistics of the averaged weights; None where they must be estimated."""
+        """BatchNorm statistics of the averaged weights; None until they are estimated."""
         self._raw_statistics: dict[str, Tensor] = {}
         super().__init__(settings, model, _mean, text=text)
 
@@ -389,23 +389,23 @@ class SWAWeights(AveragedWeights):
 
     @property
     def will_need_statistics(self) -> bool:
-        """Whether BatchNorm statistics of the present model will have to be estimated."""
+        """Whether a later average of this model will need an estimate of BatchNorm statistics."""
         return bool(estimable(self._model, _in_eval(self._model)))
 
     def attach(self, model: nn.Module) -> None:
-        """Average the parameters that the model has now; statistics are estimated again where any is another."""
+        """Average the current parameters of the model; discard the statistics if a parameter or layer has changed."""
         before = self._signature
         super().attach(model)
         if self._signature != before or set(self._statistics or ()) != set(self._live_statistics()):
             self._statistics = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the raw weights and statistics, and counts: call inside `swapped()`."""
+        """Return the raw weights and statistics, and the counts; call inside `swapped()`."""
         statistics = self._raw_statistics if self.taken else {}
         return super().state_dict() | {"statistics": statistics, "in_eval": sorted(self._in_eval)}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> str | None:
-        """Use the weights and statistics that were just loaded into the model as the average; give it its raw ones."""
+        """Take the weights and statistics just loaded into the model as the average, then load the raw ones."""
         news = super().load_state_dict(tree)
         self._in_eval, self._statistics = frozenset(tree["in_eval"]), None
         if tree["raw"] is not None:
@@ -434,7 +434,7 @@ class SWAWeights(AveragedWeights):
             with torch.no_grad():
                 new = estimate(self._model, self._in_eval, forward)
             reshard(self._model.modules())
-            self._statistics = {**self._raw_statistics, **new}  # a layer that no batch reaches has none
+            self._statistics = {**self._raw_statistics, **new}  # `new` lacks layers that no batch reached
         self._set_statistics(self._statistics)
 
     def _load_raw(self) -> None:
@@ -465,7 +465,7 @@ _mean_of_many = inspect.unwrap(get_swa_multi_avg_fn())
 
 
 def _mean(averages: list[Tensor], weights: list[Tensor], taken: int) -> None:
-    """Update a plain mean with the function that torch's `AveragedModel` uses on this device: on a CPU no foreach."""
+    """Update a plain mean as torch's `AveragedModel` does on this device: without foreach on the CPU."""
     if averages[0].device.type != "cpu":
         _mean_of_many(averages, weights, taken)
         return
@@ -474,7 +474,7 @@ def _mean(averages: list[Tensor], weights: list[Tensor], taken: int) -> None:
 
 
 def _on_shards(fold: Fold) -> Fold:
-    """Return the same arithmetic on the local shards: it is elementwise."""
+    """Return a fold over local shards; exact, since the arithmetic is elementwise."""
 
     def folded(averages: list[Tensor], weights: list[Tensor], taken: int) -> object:
         return fold(local_shards(averages), local_shards(weights), taken)
@@ -487,7 +487,7 @@ def _copy(into: list[Tensor], values: list[Tensor]) -> None:
 
 
 def _is_averaged(name: str, weight: Tensor) -> bool:
-    """Return whether a parameter is averaged: whole numbers are not; SettingError for one that cannot be."""
+    """Return whether a parameter is averaged; False for integers and booleans, SettingError if it cannot be."""
     if weight.layout != torch.strided:
         raise SettingError(f"{name} cannot be averaged: its layout is {weight.layout}", fix="leave average= out")
     if not weight.is_floating_point() and not weight.is_complex():
@@ -499,10 +499,10 @@ def _is_averaged(name: str, weight: Tensor) -> bool:
 
 
 def _is_unchanged(weight: Tensor, version: int, value: Tensor) -> bool:
-    """Return whether a parameter was not written to since it had this version and this value.
+    """Return whether a parameter was not written to since it had this version and value.
 
-    In-place writes increase torch's version counter, even with the same values (`load_state_dict`); writes through
-    `.data` do not, so the values are compared too.
+    In-place writes increase torch's version counter, even if the values are equal (`load_state_dict`). Writes through
+    `.data` do not, so values are compared too.
     """
     if version_of(weight) != version or weight.dtype != value.dtype:
         return False
@@ -516,7 +516,7 @@ def _are_tensors(value: object) -> bool:
 
 
 def _differences(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> str:
-    """Return the first five names whose shapes differ, with both."""
+    """Return the first five names with different shapes, and both shapes, as text."""
     before, now = ({name: tuple(t.shape) for name, t in tensors.items()} for tensors in (saved, live))
     different = [name for name in sorted(before | now) if before.get(name) != now.get(name)]
     return "; ".join(
@@ -525,14 +525,14 @@ def _differences(saved: Mapping[str, Tensor], live: Mapping[str, Tensor]) -> str
 
 
 def _in_eval(model: nn.Module) -> frozenset[str]:
-    """Return the names of modules in eval mode inside a model in train mode."""
+    """Return the names of modules in eval mode within a model in train mode; an empty set for a model in eval mode."""
     if not model.training:
         return frozenset()
     return frozenset(name for name, module in model.named_modules() if not module.training)
 
 
 def estimable(model: nn.Module, in_eval: Collection[str]) -> dict[str, BatchNorm]:
-    """Return the BatchNorm layers that track statistics, by name, without those that the user has in eval mode."""
+    """Return the BatchNorm layers that track statistics, by name, except those in `in_eval`."""
     return {
         name: module
         for name, module in model.named_modules()
@@ -550,10 +550,10 @@ def statistics_of(norms: Mapping[str, BatchNorm]) -> dict[str, Tensor]:
 
 
 def estimate(model: nn.Module, in_eval: Collection[str], forward: Forward | None) -> dict[str, Tensor]:
-    """Return the statistics of the model's present weights: plain means over all batches that `forward` runs.
+    """Return BatchNorm statistics for the current weights: plain means over all batches that `forward` runs.
 
-    As torch's `update_bn` does. Called without gradients, in train mode except for `in_eval`; modes, momenta and every
-    buffer are restored. A layer that no batch went through is left out; DataError if that holds for all of them.
+    As torch's `update_bn`. Call without gradients. The model is in train mode except for `in_eval`; modes, momenta and
+    all buffers are restored. Layers that no batch reached are left out; DataError if no layer was reached.
     """
     norms = estimable(model, in_eval)
     if not norms:
@@ -564,7 +564,7 @@ def estimate(model: nn.Module, in_eval: Collection[str], forward: Forward | None
         try:
             for norm in norms.values():
                 norm.reset_running_stats()
-                norm.momentum = None  # None is torch's way to ask for a plain mean over all batches
+                norm.momentum = None  # None makes torch compute a plain mean over all batches
             forward()
             seen = {name: norm for name, norm in norms.items() if int(norm.num_batches_tracked or 0)}
             if not seen:
@@ -579,7 +579,7 @@ def estimate(model: nn.Module, in_eval: Collection[str], forward: Forward | None
 
 @contextmanager
 def _training(model: nn.Module, in_eval: Collection[str]) -> Iterator[None]:
-    """Train mode inside except for `in_eval`; restores every mode and every buffer."""
+    """Set train mode inside the block except for `in_eval`; restore all modes and buffers."""
     buffers = [
         (module, name, buffer, buffer.clone())
         for module in model.modules()

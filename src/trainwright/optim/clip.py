@@ -1,4 +1,4 @@
-"""Clips the gradients of one update, once, over all parameters of an optimizer."""
+"""Gradient clipping: `ClipNorm`, `ClipValue`, once per update over all parameters of an optimizer."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from trainwright.protocols import Clip
 @suggests
 @dataclass(frozen=True, slots=True)
 class ClipNorm:
-    """Scale the gradients down so that their total norm is at most `max_norm` (torch's `clip_grad_norm_`).
+    """Scale gradients so that their total norm is at most `max_norm`, by torch's `clip_grad_norm_`.
 
     Args:
-        max_norm: The largest norm of the complete update's gradient.
-        norm_type: The order of the norm; `math.inf` is the largest absolute value.
+        max_norm: The largest norm of the gradient of the complete update.
+        norm_type: The order of the norm; `math.inf` for the largest absolute value.
     """
 
     max_norm: float
@@ -34,7 +34,7 @@ class ClipNorm:
         _above_zero("ClipNorm(norm_type=", self.norm_type)
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
-        """Clip in place; return the total norm before clipping, a 0-dim tensor."""
+        """Clip gradients in place; return the total norm before clipping as a 0-dim tensor."""
         if type(parameters) is Shards:
             return parameters.clip_norm(self.max_norm, self.norm_type)
         norm = clip_grad_norm_(parameters, self.max_norm, self.norm_type)
@@ -43,10 +43,10 @@ class ClipNorm:
 
 @dataclass(frozen=True, slots=True)
 class ClipValue:
-    """Limit every element of the gradients (torch's `clip_grad_value_`).
+    """Clamp every element of the gradients, by torch's `clip_grad_value_`.
 
     Args:
-        limit: Elements are limited to `-limit ... limit`.
+        limit: Elements are clamped to the range from `-limit` to `limit`.
     """
 
     limit: float
@@ -55,15 +55,15 @@ class ClipValue:
         _above_zero("ClipValue(limit=", self.limit)
 
     def __call__(self, parameters: list[Tensor]) -> None:
-        """Clip in place."""
+        """Clip gradients in place."""
         if type(parameters) is Shards:
             parameters.clip_value(self.limit)
-        elif any(parameter.grad is not None for parameter in parameters):  # torch's fails without a gradient
+        elif any(parameter.grad is not None for parameter in parameters):  # torch's function fails without a gradient
             clip_grad_value_(parameters, self.limit)
 
 
 def as_clip(setting: float | Callable[[list[Tensor]], Tensor | None] | None) -> Clip | None:
-    """Check `clip=`: None, a number (`ClipNorm`), or any function of the parameters."""
+    """Return the clip of `clip=`: None, `ClipNorm` for a number, or a function of the parameters as it is given."""
     if setting is None:
         return None
     if isinstance(setting, int | float) and not isinstance(setting, bool):

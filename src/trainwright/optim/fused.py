@@ -1,4 +1,4 @@
-"""Makes optimizer steps without torch's wrapper, by fused kernels for Adam, AdamW, SGD and Adagrad."""
+"""Optimizer steps without torch's wrapper: direct calls of the fused kernels of Adam, AdamW, SGD and Adagrad."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from trainwright.core.torch_private import (
 
 ParamGroup = dict[str, Any]
 Call = tuple[Callable[..., Any], tuple[list[Tensor], ...], list[Tensor], dict[str, Any]]
-"""A kernel, its lists of tensors, the step counters among these, and its settings."""
+"""A kernel, its lists of tensors, the list of step counters among these, and its settings."""
 
 
 _ONE = torch.ones((), device="cpu")
@@ -32,10 +32,10 @@ _REDUCED = (torch.bfloat16, torch.float16)
 
 
 class DirectStep:
-    """One step of a fused optimizer by a direct call of its kernels, bit for bit as its own `step`.
+    """Makes a step of a fused optimizer by direct calls of its kernels, bit for bit as its own `step`.
 
-    Torch's `step` groups the tensors by device and dtype at every call and handles rare cases. Here that is skipped
-    where it cannot change the result. Learning rates and states are looked up again at every call.
+    Torch's `step` groups tensors by device and dtype at every call and handles rare cases; both are skipped here if
+    they cannot change the result. Learning rates and states are looked up at every call.
     """
 
     def __init__(self, optimizer: Optimizer, inner: Callable[[Optimizer], Any]) -> None:
@@ -47,11 +47,11 @@ class DirectStep:
     def __call__(
         self, found_inf: Tensor | None = None, lrs: list[Tensor] | None = None, *, scale: Tensor | None = None
     ) -> None:
-        """Make one step; torch's own `step` if a state does not exist yet or a setting is unusual.
+        """Make one step, by torch's own `step` if a state does not exist yet or a setting is unusual.
 
-        `found_inf`: a 0-dim float32 tensor on the parameters' device; where it is 1, nothing changes. `lrs`: the
-        learning rate of each group, 0-dim float32 tensors on that device, instead of those in the groups. `scale`:
-        another such tensor, by which the kernels divide the gradients in place first.
+        All arguments are 0-dim float32 tensors on the parameters' device. `found_inf`: if it is 1, the step changes
+        nothing. `lrs`: the learning rate of each group, instead of `group["lr"]`. `scale`: the kernels divide the
+        gradients by it in place first.
         """
         calls = self._calls()
         if calls is None:
@@ -64,7 +64,7 @@ class DirectStep:
                 if lrs is not None:
                     settings["lr"] = lrs[index]
                 if steps and steps[0].is_cpu:
-                    torch._foreach_add_(steps, _ONE, alpha=1.0)  # torch would wrap a number again for each of them
+                    torch._foreach_add_(steps, _ONE, alpha=1.0)  # a Python number would be wrapped for each tensor
                 elif steps:
                     torch._foreach_add_(steps, 1)
                 kernel(*tensors, **settings, grad_scale=scale, found_inf=found_inf)
@@ -90,7 +90,7 @@ class DirectStep:
 def direct_step(optimizer: Optimizer, inner: Callable[[Optimizer], Any] | None) -> DirectStep | None:
     """Return the direct step of a torch optimizer built with `fused=True`; None for any other optimizer.
 
-    `inner`: torch's own step, for calls that cannot be direct, such as a group of parameters of several dtypes.
+    `inner`: torch's own step, for cases without a direct call, such as a group with several dtypes.
     """
     groups = optimizer.param_groups
     is_fused = type(optimizer) in _CALLS and all(group.get("fused") is True for group in groups)
@@ -105,13 +105,13 @@ def masked(
     lrs: list[Tensor] | None = None,
     scale: Tensor | None = None,
 ) -> Any:
-    """Make a fused optimizer's own step with these rates and this scale; where `found_inf` is 1, nothing changes."""
+    """Make a fused optimizer's own step with these rates and this scale; a no-op if `found_inf` is 1."""
     if found_inf is None:
         _divide(optimizer, scale)
         return step()
     if why_not_masked(optimizer):  # groups were added since the first check
         return unless(optimizer, step, found_inf, lrs=lrs, scale=scale)
-    optimizer.found_inf = found_inf  # torch's steps hand it to their kernels
+    optimizer.found_inf = found_inf  # torch's `step` passes both attributes to its kernels
     optimizer.grad_scale = scale
     try:
         with _with_lrs(optimizer, lrs):
@@ -128,7 +128,7 @@ def unless(
     lrs: list[Tensor] | None = None,
     scale: Tensor | None = None,
 ) -> Any:
-    """Make a step that no kernel can skip, with these rates and this scale, unless `found_inf` is 1: the host waits."""
+    """Make a step that kernels cannot skip, unless `found_inf` is 1: the host reads the flag and waits for it."""
     _divide(optimizer, scale)
     if found_inf is None:
         return step()
@@ -140,7 +140,7 @@ def unless(
 
 
 def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
-    """Divide the gradients in place, for a step that does not do so itself."""
+    """Divide the gradients by `scale` in place, for steps that do not."""
     if scale is not None:
         gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
         torch._foreach_div_(gradients, scale)
@@ -148,7 +148,7 @@ def _divide(optimizer: Optimizer, scale: Tensor | None) -> None:
 
 @contextmanager
 def _with_lrs(optimizer: Optimizer, lrs: Sequence[Tensor | float] | None) -> Iterator[None]:
-    """Set these learning rates in the groups inside the block."""
+    """Set the learning rates of the groups inside the block; no-op for None."""
     groups = optimizer.param_groups
     own = [group["lr"] for group in groups]
     for group, rate in zip(groups, own if lrs is None else lrs, strict=True):
@@ -161,10 +161,10 @@ def _with_lrs(optimizer: Optimizer, lrs: Sequence[Tensor | float] | None) -> Ite
 
 
 def why_not_masked(optimizer: Optimizer) -> str:
-    """Return why the kernels of an optimizer cannot skip a step by `found_inf`; empty if they can.
+    """Return why the kernels of an optimizer cannot skip a step by `found_inf`; "" if they can.
 
-    Fused SGD leaves its momentum uninitialized if the very first step is skipped. `ready_to_mask` creates it as zeros,
-    which gives the same first step unless the gradient is dampened.
+    Fused SGD leaves its momentum uninitialized if its first step is skipped. `ready_to_mask` creates it as zeros, which
+    gives the same first step unless the gradient is dampened.
     """
     groups, name = optimizer.param_groups, type(optimizer).__name__
     if type(optimizer) not in _CALLS:
@@ -179,10 +179,10 @@ def why_not_masked(optimizer: Optimizer) -> str:
 
 
 def broken_dtype(optimizer: Optimizer) -> torch.dtype | None:
-    """Return the dtype of CPU parameters that this fused SGD trains wrongly; None for all other optimizers.
+    """Return the dtype of CPU parameters that this fused SGD updates wrongly; None for all other optimizers.
 
-    Up to torch 2.13 the kernel does not update full vectors of bfloat16 and float16 weights, and reads their momentum
-    from outside the buffer (https://github.com/pytorch/pytorch/issues/191763).
+    Up to torch 2.13 the CPU kernel does not update full SIMD vectors of bfloat16 and float16 weights, and reads their
+    momentum out of bounds (https://github.com/pytorch/pytorch/issues/191763).
     """
     if not isinstance(optimizer, torch.optim.SGD):
         return None
@@ -191,7 +191,7 @@ def broken_dtype(optimizer: Optimizer) -> torch.dtype | None:
 
 
 def dtype_broken_in_sgd(parameters: Iterable[Tensor]) -> torch.dtype | None:
-    """Return the first dtype among these parameters that torch's fused SGD on the CPU trains wrongly, or None."""
+    """Return the first dtype of these parameters that torch's fused SGD updates wrongly on the CPU, or None."""
     kinds = dict.fromkeys(p.dtype for p in parameters if p.device.type == "cpu" and p.dtype in _REDUCED)
     return next((dtype for dtype in kinds if not _moves(dtype)), None)
 
@@ -207,7 +207,7 @@ def ready_to_mask(optimizer: Optimizer) -> None:
 
 @cache
 def _moves(dtype: torch.dtype) -> bool:
-    """Return whether one step of the kernel updates all of 64 weights of this dtype."""
+    """Return whether one step of the kernel updates all elements of a tensor of this dtype; tried on 64 elements."""
     weights, gradients = (fill(64, dtype=dtype, device="cpu") for fill in (torch.zeros, torch.ones))
     with torch.no_grad():
         fused_sgd(
@@ -226,13 +226,13 @@ def _moves(dtype: torch.dtype) -> bool:
 
 
 def _is_uniform(group: ParamGroup) -> bool:
-    """Return whether all parameters are plain ones of one device and dtype, so that one kernel call is enough."""
+    """Return whether all parameters are plain tensors of one device and dtype, so that one kernel call suffices."""
     kinds = {(type(p) is torch.nn.Parameter, p.device, p.dtype) for p in group["params"]}
     return len(kinds) == 1 and next(iter(kinds))[0]
 
 
 def _gradients(group: ParamGroup) -> tuple[list[Tensor], list[Tensor]] | None:
-    """Return the parameters of a group that have gradients, and the gradients; None for an unusual group setting."""
+    """Return the parameters with gradients of a group, and the gradients; None for a setting without a direct call."""
     if group["fused"] is not True or group["differentiable"] or isinstance(group["lr"], Tensor):
         return None
     parameters: list[Tensor] = group["params"]
@@ -327,13 +327,13 @@ BEFORE, AFTER = "_optimizer_step_pre_hooks", "_optimizer_step_post_hooks"
 
 
 def step_of(optimizer: Optimizer) -> Callable[[], Any]:
-    """Return a function that makes one step of `optimizer`: by its kernels, or its `step` without the wrapper.
+    """Return a function that makes one step of `optimizer`: by its kernels, or by its `step` without the wrapper.
 
-    Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us a call (fused SGD
-    and AdamW, six parameters, one x86 core, torch 2.13). Without a profiler, hooks (of this optimizer or of all) or a
-    replaced `step`, the function inside the wrapper is called; for an optimizer built with `fused=True` its kernels
-    (see `DirectStep`), unless torch's GradScaler has set a scale on it. This is checked at every step, so that any of
-    these may be added at any time.
+    Torch wraps every `step` to label it for the profiler and to call hooks, which costs 10 to 14 us per call (fused SGD
+    and AdamW, six parameters, one x86 core, torch 2.13). The wrapper is skipped unless a profiler runs, hooks exist (of
+    this optimizer or global ones) or `step` was replaced. Optimizers built with `fused=True` call their kernels (see
+    `DirectStep`), unless torch's GradScaler has set a scale. All of this is checked at every step: a profiler, a hook
+    or a scale may be added at any time.
     """
     cls, own = type(optimizer), vars(optimizer)
     inner, wrapper = inner_step(optimizer), cls.step
@@ -354,7 +354,7 @@ def step_of(optimizer: Optimizer) -> Callable[[], Any]:
 
 
 def _look_up_and_step(optimizer: Any) -> Any:
-    """Make a step by the `step` of now: a torch scheduler may be built on the optimizer at any time."""
+    """Call the current `step`, which a torch scheduler may replace at any time."""
     return optimizer.step()
 
 
@@ -365,11 +365,11 @@ def maskable_step_of(
     *,
     scale: Callable[[], Tensor | None] | None = None,
 ) -> Callable[[], Any]:
-    """Return a function that makes one step as that of `step_of` does, with numbers that only the device knows.
+    """Return a function that makes one step as `step_of` does, with flag, rates and scale in device tensors.
 
-    `found_inf`: the kernels skip every step before which it is 1; before a step with hooks, or a replaced one, the host
-    reads it. `lrs`: returns the learning rates of the groups. `scale`: returns a tensor by which the gradients are
-    divided, in the kernels too.
+    `found_inf`: if it is 1, the kernels skip the step. For a step with hooks, or a replaced `step`, the host reads it.
+    `lrs`: returns the learning rates of the groups. `scale`: returns the divisor of the gradients, which the kernels
+    apply.
     """
     cls, own = type(optimizer), vars(optimizer)
     inner, wrapper = inner_step(optimizer), cls.step
@@ -380,9 +380,9 @@ def maskable_step_of(
         if inner is None:
             return masked(optimizer, optimizer.step, found_inf, lrs=at, scale=by)
         if own[BEFORE] or own[AFTER] or any(global_step_hooks()) or cls.step is not wrapper:
-            return unless(optimizer, optimizer.step, found_inf, lrs=at, scale=by)  # hooks may change weights too
+            return unless(optimizer, optimizer.step, found_inf, lrs=at, scale=by)  # hooks must not run if it is skipped
         if "step" in own:
-            # Torch's schedulers wrap `step` only to count its calls: a kernel can skip the step.
+            # Torch's schedulers wrap `step` only to count calls, so the kernels may skip the step.
             only_counts = is_wrapped_by_scheduler(own["step"]) and own["step"].__wrapped__ is wrapper
             make = masked if only_counts else unless
             return make(optimizer, optimizer.step, found_inf, lrs=at, scale=by)
@@ -396,7 +396,7 @@ def maskable_step_of(
 
 
 def inner_step(optimizer: Optimizer) -> Callable[[Optimizer], Any] | None:
-    """Return the function inside torch's wrapper of `step`; None where torch wraps it in another way."""
+    """Return the function inside torch's wrapper of `step`; None if `step` is wrapped in another way."""
     wrapper, own = type(optimizer).step, vars(optimizer)
     is_known = getattr(wrapper, "hooked", False) and BEFORE in own and AFTER in own
     return getattr(wrapper, "__wrapped__", None) if is_known else None

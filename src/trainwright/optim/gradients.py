@@ -20,15 +20,15 @@ _NARROW = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class Gradients:
-    """The parameters of optimizers, grouped by device and dtype once instead of at each update.
+    """Operations on all gradients of one or several optimizers: zero, multiply, check, norm.
 
-    If some parameters are sharded, all ranks build this alike and call the same methods: a norm is that of the complete
-    gradients, and a flag is 1.0 on all ranks if any shard is not finite.
+    If parameters are sharded, all ranks call the same methods: a norm is that of the complete gradients, and a flag is
+    1.0 on all ranks if any shard contains NaN or infinity.
 
     Args:
         *optimizers: The optimizers.
-        order: Parameters in the order in which norms are summed, usually `model.parameters()`; others come last.
-            Without it the order is that of the optimizers' groups. The order changes the last bits of a norm.
+        order: The order of summation of norms, usually `model.parameters()`; other parameters come last. By default
+            the order of the optimizers' groups. The order changes the last bits of a norm.
     """
 
     __slots__ = (
@@ -43,7 +43,7 @@ class Gradients:
     )
 
     def __new__(cls, *optimizers: Optimizer, order: Iterable[Tensor] = ()) -> Gradients:
-        """Choose the class: for sharded parameters, or for plain ones."""
+        """Make a `_ShardedGradients` if any parameter is sharded."""
         chosen: Any = _ShardedGradients if cls is Gradients and is_sharded(*parameters_in(*optimizers)) else cls
         made: Gradients = super().__new__(chosen)
         return made
@@ -60,13 +60,13 @@ class Gradients:
         kinds = {(p.device, p.dtype) for p in self.parameters}
         self._uniform_device = next(iter(kinds))[0] if len(kinds) == 1 else None
         self._is_narrow = all(dtype in _NARROW for _, dtype in kinds)
-        """Whether the kernel can multiply the gradients, by a factor in float32."""
-        devices = dict.fromkeys(p.device for p in self.parameters)  # in this order: the flag on the first is returned
+        """Whether the AMP kernel can multiply all gradients: its factor is a float32."""
+        devices = dict.fromkeys(p.device for p in self.parameters)  # ordered: the flag on the first device is returned
         self._flags = {device: torch.zeros((), dtype=torch.float32, device=device) for device in devices}
         self._one = {device: torch.ones((), dtype=torch.float32, device=device) for device in devices}
 
     def zero(self) -> None:
-        """Set every gradient to None; an optimizer that overrides `zero_grad` has its own method called."""
+        """Set every gradient to None; for an optimizer that overrides `zero_grad`, call that."""
         for zero_grad in self._zero_grads:
             zero_grad()
         for parameter in self._dropped:
@@ -79,10 +79,10 @@ class Gradients:
             torch._foreach_mul_(gradients, here)
 
     def multiply_and_check(self, factor: float | Tensor = 1.0) -> Tensor:
-        """Multiply every gradient by `factor` and return a flag: 1.0 if any is NaN or infinite, else 0.0.
+        """Multiply every gradient by `factor` in place; return 1.0 if any element is NaN or infinite, else 0.0.
 
-        One pass of torch's AMP kernel, 0-dim float32 on the first device. The flag is torch's `found_inf`; with
-        several devices the largest is returned, never their sum, which fused kernels would not take for 1.
+        The flag is a 0-dim float32 tensor on the first device, torch's `found_inf`. One pass of torch's AMP kernel.
+        With several devices the maximum of their flags is returned, not the sum: fused kernels compare with 1.
         """
         device, plain = self._uniform_device, isinstance(factor, float) and factor == 1.0
         if device is not None and (plain or self._is_narrow):
@@ -92,11 +92,11 @@ class Gradients:
                 check_and_unscale(list(map(_gradient, self.parameters)), flag, scale)
                 return flag
             except (TypeError, NotImplementedError):
-                pass  # a parameter without a gradient, or a sparse one: nothing is multiplied yet
+                pass  # a missing or sparse gradient: the kernel has raised before it multiplied any
         return self._multiply_and_check_groups(factor)
 
     def _multiply_and_check_groups(self, factor: float | Tensor) -> Tensor:
-        """Multiply and check the gradients of each device and dtype."""
+        """Multiply and check the gradients, group by group of one device and dtype."""
         plain = isinstance(factor, float) and factor == 1.0
         for (device, dtype), gradients in self._grouped().items():
             scale = self._one[device]
@@ -110,11 +110,11 @@ class Gradients:
 
     @property
     def flag(self) -> Tensor | None:
-        """The flag tensor, which stays 1.0 until `lower_flags`; None if there are several devices."""
+        """The flag tensor, which remains 1.0 until `lower_flags`; None with several devices."""
         return next(iter(self._flags.values())) if len(self._flags) == 1 else None
 
     def check_too(self, values: list[Tensor], flag: Tensor | None = None) -> None:
-        """Set the flag, or `flag`, to 1.0 if any of these scalars on its device is NaN or infinite."""
+        """Set `flag` (by default the flag of their device) to 1.0 if any of these scalars is NaN or infinite."""
         kinds: dict[torch.dtype, list[Tensor]] = defaultdict(list)
         for value in values:
             kinds[value.dtype].append(value.detach())
@@ -123,12 +123,12 @@ class Gradients:
             check_and_unscale(alike, self._flags[device] if flag is None else flag, self._one[device])
 
     def lower_flags(self) -> None:
-        """Set all flags to 0.0; the kernel only ever sets them to 1.0."""
+        """Set all flags to 0.0, which the kernel never does."""
         for flag in self._flags.values():
             flag.zero_()
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients together, a 0-dim tensor on the first device."""
+        """Return the total 2-norm of all gradients, a 0-dim tensor on the first device."""
         gradients = [p.grad for p in self.parameters if p.grad is not None]
         return torch.nn.utils.get_total_norm([g.coalesce().values() if g.is_sparse else g for g in gradients])
 
@@ -147,7 +147,7 @@ class Gradients:
 
 
 class _ShardedGradients(Gradients):
-    """Gradients of which each rank holds a shard: scaled locally; flags and norms are reduced over the ranks."""
+    """Gradients of sharded parameters: scaled locally; flags and norms are reduced over the ranks."""
 
     __slots__ = ("_sharded", "_shards")
 
@@ -156,14 +156,14 @@ class _ShardedGradients(Gradients):
         self.parameters = self._shards = Shards(self.parameters)
         self._unsharded = [parameter for parameter in self.parameters if not is_sharded(parameter)]
         self._sharded = [parameter for parameter in self.parameters if is_sharded(parameter)]
-        self._uniform_device = None  # the kernel takes local tensors, no DTensors
+        self._uniform_device = None  # the kernel does not support DTensors
 
     def multiply_and_check(self, factor: float | Tensor = 1.0) -> Tensor:
-        """Multiply every gradient by `factor` and return the flag of all ranks: one reduction of a scalar."""
+        """Multiply every gradient by `factor` in place; return the flag over all ranks, by one scalar all-reduce."""
         return self._shards.max_over_ranks(super().multiply_and_check(factor))
 
     def norm(self) -> Tensor:
-        """Return the 2-norm of all gradients together, on every rank."""
+        """Return the total 2-norm of all complete gradients, on every rank."""
         return self._shards.norm()
 
     def _grouped(self) -> dict[tuple[torch.device, torch.dtype], list[Tensor]]:
@@ -181,17 +181,17 @@ def has_custom_zero_grad(optimizer: Optimizer) -> bool:
 
 
 def _single(factor: float | Tensor, device: torch.device) -> Tensor:
-    """Return the factor as float32 on the device; created there, since a copy from the host would block."""
+    """Return the factor as a float32 tensor, created on the device: a copy from the host would block."""
     if isinstance(factor, Tensor):
         return factor.to(device, torch.float32)
     return torch.full((), factor, dtype=torch.float32, device=device)
 
 
 def _values_of(parameter: Tensor, gradient: Tensor) -> Tensor:
-    """Return the values of a sparse gradient, to be changed in place, without summing rows that occur twice.
+    """Return the values of a sparse gradient for in-place changes, without a sum over duplicate rows.
 
-    The optimizer sums them; a sum here would round differently. Half precision is summed first, as torch's GradScaler
-    does: there the sum may overflow although no term does.
+    The optimizer sums duplicates; a sum here would round differently. float16 is summed first, as torch's GradScaler
+    does: the sum may overflow even if no term does.
     """
     if gradient.dtype == torch.float16 or not sparse_parts(gradient)[1].is_contiguous():
         gradient = gradient.coalesce() if gradient.dtype == torch.float16 else gradient.clone()

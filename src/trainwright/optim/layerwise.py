@@ -1,4 +1,4 @@
-"""LARS and LAMB: optimizers for large batches, which scale the update of each layer by a ratio of norms."""
+"""`Lars` and `Lamb`: optimizers for large batches, which scale the update of each layer by a ratio of norms."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _REDUCED = {torch.float16, torch.bfloat16}
 class TensorBatch:
     """Parameters of one device and dtype with their gradients and states, for foreach kernels.
 
-    Of a sharded parameter, weights, gradients and states are the local shards, to be changed in place.
+    For a sharded parameter, weights, gradients and states are the local shards and are changed in place.
     """
 
     parameters: list[Tensor]
@@ -35,18 +35,18 @@ class TensorBatch:
 
 
 class LayerwiseOptimizer(Optimizer):
-    """Base of both: `adapt` in a group selects the parameters whose update is scaled by norms."""
+    """Base class of both; `group["adapt"]` selects the parameters whose update is scaled by norms."""
 
     moments: tuple[str, ...] = ()
-    """Names of the states that have the shape of their parameter and start at zero."""
+    """Names of the states with the shape of their parameter, which start at zero."""
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group; SettingError for a setting that cannot work."""
+        """Add a parameter group; SettingError for an invalid setting."""
         super().add_param_group(param_group)
         self.check(param_group)
 
     def check(self, group: ParamGroup) -> None:
-        """Refuse settings of a group that cannot work."""
+        """Raise SettingError for an invalid setting of a group."""
         owner = type(self).__name__
         for name in ("lr", "weight_decay"):
             check_number(group[name], f"{owner}({name}={group[name]!r})", least=0)
@@ -54,7 +54,7 @@ class LayerwiseOptimizer(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step; return the loss if a closure computes it."""
+        """Make one step; return the loss of the closure, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -63,16 +63,16 @@ class LayerwiseOptimizer(Optimizer):
             for batch in self._batches(group):
                 self.update(group, batch)
                 for parameter in batch.parameters:
-                    if is_sharded(parameter):  # writing to the local shard does not count as a write to the DTensor
+                    if is_sharded(parameter):  # a write to the local shard does not increase the DTensor's version
                         torch.autograd.graph.increment_version(parameter)
         return loss
 
     def update(self, group: ParamGroup, batch: TensorBatch) -> None:
-        """Update the weights and states of some parameters of a group in place."""
+        """Update weights and states of a batch of parameters in place."""
         raise NotImplementedError
 
     def adapted(self, group: ParamGroup, batch: TensorBatch) -> list[int]:
-        """Return the indices of parameters whose update is scaled: all, or those with two dimensions or more."""
+        """Return the indices of the parameters whose update is scaled: all, or those with at least two dimensions."""
         return [i for i, p in enumerate(batch.parameters) if group["adapt"] == "all" or p.dim() > 1]
 
     def _batches(self, group: ParamGroup) -> Iterator[TensorBatch]:
@@ -102,41 +102,42 @@ class LayerwiseOptimizer(Optimizer):
 
 
 def norms(tensors: list[Tensor], of: list[Tensor]) -> Tensor:
-    """Return the 2-norms of tensors in one tensor, at least float32; `of`: the parameters whose shards these may be."""
+    """Return the 2-norms of tensors, in one tensor of at least float32. `of`: their parameters, for sharded tensors."""
     dtype = torch.float32 if tensors[0].dtype in _REDUCED else None
     return global_norms(torch.stack(torch._foreach_norm(tensors, 2, dtype)), of)
 
 
 def scaled(updates: list[Tensor], indices: list[int], ratios: Tensor) -> None:
-    """Multiply the updates at these indices by their ratios, in place in the list."""
+    """Replace the updates at these indices in the list by themselves times their ratios."""
     for index, update in zip(indices, torch._foreach_mul([updates[i] for i in indices], ratios.unbind()), strict=True):
         updates[index] = update
 
 
 @suggests
 class Lamb(LayerwiseOptimizer):
-    """Layer-wise adaptive moments, for large batches (You et al.: arXiv 1904.00962, algorithm 2).
+    """Layer-wise adaptive moments for large batches: LAMB (You et al., arXiv 1904.00962, algorithm 2).
 
-    For the weights w of one layer, with gradient g in its t-th step, weight decay b::
+    For the weights w of one layer, with gradient g, weight decay b, and step count t::
 
         m <- beta1 * m + (1 - beta1) * g             mhat = m / (1 - beta1**t)
         v <- beta2 * v + (1 - beta2) * g**2          vhat = v / (1 - beta2**t)
         u = mhat / (sqrt(vhat) + eps) + b * w
         w <- w - lr * phi(|w|) / |u| * u             # a factor 1 where phi(|w|) or |u| is 0
 
-    phi is the identity, or the limits of `clamp`. Groups may set each argument; `param_groups` gives groups without
-    decay for biases and norms. Steps are made by foreach kernels; gradients stay as they are.
+    phi is the identity, or a clamp to `clamp`. Each parameter group may set each argument; `param_groups` makes groups
+    without weight decay for biases and normalization layers. Foreach kernels make the steps; gradients are not changed.
 
     Args:
         params: Parameters or groups.
-        lr: The rate.
-        betas: The decay of the two moments.
+        lr: The learning rate.
+        betas: The decay rates of the two moments.
         eps: Added to the denominator.
-        weight_decay: The decay b.
-        bias_correction: False: mhat and vhat are m and v, as in the third version of the paper.
-        clamp: `(low, high)`: phi(z) is min(max(z, low), high).
-        adapt: "weights" has the factor for parameters with two dimensions or more; biases and norms are stepped as by
-            AdamW with its decay inside the update. "all" has it for every parameter, as in the paper.
+        weight_decay: The weight decay b.
+        bias_correction: Whether to correct the bias of the moments. False: mhat = m and vhat = v, as in the third
+            version of the paper.
+        clamp: `(low, high)`: phi(z) = min(max(z, low), high).
+        adapt: "weights" scales the updates of parameters with at least two dimensions; the others are updated as by
+            AdamW with the decay inside the update. "all" scales all updates, as in the paper.
     """
 
     moments = ("exp_avg", "exp_avg_sq")
@@ -157,7 +158,7 @@ class Lamb(LayerwiseOptimizer):
         super().__init__(params, defaults | {"bias_correction": bias_correction, "clamp": clamp, "adapt": adapt})
 
     def check(self, group: ParamGroup) -> None:
-        """Refuse settings of a group that cannot work."""
+        """Raise SettingError for an invalid setting of a group."""
         super().check(group)
         checked_betas("Lamb", group["betas"])
         check_number(group["eps"], f"Lamb(eps={group['eps']!r})", least=0)
@@ -172,7 +173,7 @@ class Lamb(LayerwiseOptimizer):
         check_number(clamp[1], written, above=clamp[0])
 
     def update(self, group: ParamGroup, batch: TensorBatch) -> None:
-        """Update the weights and the moments of some parameters in place."""
+        """Update weights and moments of a batch of parameters in place."""
         beta1, beta2 = group["betas"]
         first, second = (batch.states[name] for name in self.moments)
         torch._foreach_mul_(first, beta1)
@@ -195,7 +196,7 @@ class Lamb(LayerwiseOptimizer):
         torch._foreach_add_(batch.weights, updates, alpha=-group["lr"])
 
     def _counted(self, batch: TensorBatch) -> list[float]:
-        """Increase and return the step count of each parameter."""
+        """Increment and return the step count of each parameter."""
         states = [self.state[parameter] for parameter in batch.parameters]
         for state in states:
             state["step"] = state.get("step", torch.zeros((), dtype=torch.float32, device="cpu")) + 1
@@ -212,7 +213,7 @@ class Lamb(LayerwiseOptimizer):
 
 @suggests
 class Lars(LayerwiseOptimizer):
-    """Layer-wise adaptive rate scaling, for large batches (You, Gitman, Ginsburg: arXiv 1708.03888, algorithm 1).
+    """Layer-wise adaptive rate scaling for large batches: LARS (You et al., arXiv 1708.03888, algorithm 1).
 
     For the weights w of one layer, with gradient g, weight decay b, momentum m and trust coefficient eta::
 
@@ -220,19 +221,20 @@ class Lars(LayerwiseOptimizer):
         v <- m * v + ratio * (g + b * w)
         w <- w - lr * v
 
-    The rate is outside of v, as in torch's SGD. The paper has it inside (v <- m * v + lr * ratio * ...): the same for a
-    constant rate; after a change of the rate, v here adapts at once. Groups may set each argument; `param_groups` gives
-    groups without decay for biases and norms. Steps are made by foreach kernels; gradients stay as they are.
+    The learning rate is applied outside of v, as in torch's SGD. The paper applies it inside of v
+    (v <- m * v + lr * ratio * ...): the results are equal for a constant rate; after a change of the rate, the update
+    here follows at once. Each parameter group may set each argument; `param_groups` makes groups without weight decay
+    for biases and normalization layers. Foreach kernels make the steps; gradients are not changed.
 
     Args:
         params: Parameters or groups.
-        lr: The rate.
+        lr: The learning rate.
         momentum: The momentum m.
-        weight_decay: The decay b.
+        weight_decay: The weight decay b.
         trust: The trust coefficient eta.
-        nesterov: Whether to step by ratio * (g + b * w) + m * v.
-        adapt: "weights" has the ratio for parameters with two dimensions or more; biases and norms are stepped as by
-            SGD. "all" has it for every parameter, as in the paper.
+        nesterov: Whether to use Nesterov momentum: the update is ratio * (g + b * w) + m * v.
+        adapt: "weights" scales the updates of parameters with at least two dimensions; the others are updated as by
+            SGD. "all" scales all updates, as in the paper.
     """
 
     moments = ("momentum_buffer",)
@@ -252,7 +254,7 @@ class Lars(LayerwiseOptimizer):
         super().__init__(params, defaults | {"nesterov": nesterov, "adapt": adapt})
 
     def check(self, group: ParamGroup) -> None:
-        """Refuse settings of a group that cannot work."""
+        """Raise SettingError for an invalid setting of a group."""
         super().check(group)
         check_number(group["momentum"], f"Lars(momentum={group['momentum']!r})", least=0, below=1)
         check_number(group["trust"], f"Lars(trust={group['trust']!r})", above=0)
@@ -261,7 +263,7 @@ class Lars(LayerwiseOptimizer):
             raise SettingError("Lars(nesterov=True, momentum=0)", want="a momentum", fix="momentum=0.9")
 
     def update(self, group: ParamGroup, batch: TensorBatch) -> None:
-        """Update the weights and the momentum of some parameters in place."""
+        """Update weights and momentum of a batch of parameters in place."""
         decay, momentum = group["weight_decay"], group["momentum"]
         updates = list(torch._foreach_add(batch.gradients, batch.weights, alpha=decay)) if decay else batch.gradients[:]
         indices = self.adapted(group, batch)

@@ -1,4 +1,4 @@
-"""Makes optimizers from `optimizer=`, checks `clip=` and `schedule=`: one of each, or a dict of them by name."""
+"""Makes optimizers from `optimizer=` and checks `clip=` and `schedule=`: single values or dicts by optimizer name."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from trainwright.core.trees import parameters_in
 
 T = TypeVar("T")
 ONLY = "optimizer"
-"""Name of an optimizer that was given without a name."""
+"""The name of an optimizer that was given without a name."""
 CLEARED = "a new optimizer clears it"
 LONG_RUN = 1000
-"""Number of updates from which the header of a run suggests a fused optimizer."""
+"""The fewest updates of a run whose header suggests a fused optimizer."""
 
 
 def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> dict[str, Optimizer]:
-    """Return optimizers by name, from an Optimizer, a torch class or a partial of one, or a function of the model.
+    """Return optimizers by name, made from an Optimizer, a torch class or a partial of one, or a function of the model.
 
-    A class or a partial is called with named parameters, and with `fuses` uses torch's fused kernels if they support
-    all of them. In a dict it gets the parameters of the submodule of its name. An optimizer without a name is called
-    "optimizer"; None gives an empty dict.
+    A class or partial is called with named parameters; in a dict, with those of the submodule of that name. With
+    `fuses` it uses torch's fused kernels if these support all parameters. An optimizer without a name is named
+    "optimizer". None gives an empty dict.
     """
     if optimizer is None:
         return {}
@@ -51,7 +51,7 @@ def make_optimizers(optimizer: Any, model: nn.Module, *, fuses: bool = True) -> 
 def by_name(
     setting: Any, check: Callable[[Any], T], *, slot: str, optimizers: Mapping[str, Optimizer]
 ) -> T | dict[str, T] | None:
-    """Check `clip=` or `schedule=`: one for a single optimizer, a dict of the same names for several."""
+    """Return `clip=` or `schedule=` after `check`: one value for a single optimizer, a dict by name for several."""
     if setting is None:
         return None
     names = [] if ONLY in optimizers and len(optimizers) == 1 else list(optimizers)
@@ -70,7 +70,7 @@ def by_name(
 
 
 def fused_hint(optimizers: Mapping[str, Optimizer], updates: int | None) -> list[str]:
-    """Return a line for each optimizer class that would be faster if fused, for runs long enough for it to matter."""
+    """Return a line for each optimizer class that would be faster with `fused=True`; none for a short run."""
     from trainwright.optim.optimizers import could_be_fused
 
     if updates is not None and updates < LONG_RUN:
@@ -80,7 +80,7 @@ def fused_hint(optimizers: Mapping[str, Optimizer], updates: int | None) -> list
 
 
 def check_parameters(model: nn.Module, loss: Any, optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse a trainable parameter in no optimizer, and an optimizer of another model."""
+    """Raise SettingError if a trainable parameter is in no optimizer, or an optimizer belongs to another model."""
     trained = {id(p) for p in parameters_in(*optimizers.values())}
     modules = {"model": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
     named = [(f"{root}.{name}", p) for root, module in modules.items() for name, p in module.named_parameters()]
@@ -91,7 +91,7 @@ def check_parameters(model: nn.Module, loss: Any, optimizers: Mapping[str, Optim
 
 
 def check_kernels(optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse a fused optimizer whose kernel is wrong for its parameters."""
+    """Raise SettingError for a fused optimizer whose kernel computes wrong updates for its parameters."""
     for optimizer, dtype in _wrong_kernels(optimizers):
         name = type(optimizer).__name__
         raise SettingError(
@@ -102,7 +102,7 @@ def check_kernels(optimizers: Mapping[str, Optimizer]) -> None:
 
 
 def disable_wrong_kernels(optimizers: Mapping[str, Optimizer]) -> list[str]:
-    """Switch off fused kernels that a checkpoint has switched on and that are wrong here; return a line for each."""
+    """Set `fused=False` where a checkpoint has set it and the kernel is wrong here; return a line for each."""
     return [_disabled(optimizer, dtype) for optimizer, dtype in _wrong_kernels(optimizers)]
 
 
@@ -121,12 +121,12 @@ def _disabled(optimizer: Optimizer, dtype: str) -> str:
 
 
 def has_scheduler(optimizer: Any) -> bool:
-    """Return whether a torch scheduler was built on this optimizer: it wraps `step`, and never removes the wrapper."""
+    """Return whether a torch scheduler was built on this optimizer: schedulers wrap `step` permanently."""
     return is_wrapped_by_scheduler(optimizer.step)
 
 
 def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:
-    """Refuse `schedule=` for an optimizer that a torch scheduler was built on: both would set its rate."""
+    """Raise SettingError for `schedule=` on an optimizer with a torch scheduler: both would set its learning rate."""
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
     for name, given in schedules.items():
         if given is not None and has_scheduler(optimizers[name]):
@@ -142,9 +142,9 @@ def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None
 def check_saved_schedulers(
     optimizers: Mapping[str, Optimizer], parts: Mapping[str, Any], trees: Mapping[str, Any]
 ) -> None:
-    """Refuse checkpoints without the state of a torch scheduler that the user steps: a resume would reset it.
+    """Raise SettingError if checkpoints would lack the state of a user's torch scheduler: a resume would reset it.
 
-    `parts`: the parts that the user's `parts()` adds; `trees`: their states, and the user's `state`.
+    `parts`: the parts that the user's `parts()` adds. `trees`: their states, and the user's `state`.
     """
     from torch.optim.lr_scheduler import LRScheduler
 
@@ -158,7 +158,7 @@ def check_saved_schedulers(
 
 
 def place_state(optimizer: Optimizer) -> None:
-    """Move an optimizer's state to the devices of its parameters (`load_state_dict` does it)."""
+    """Move an optimizer's state to the devices of its parameters, by `load_state_dict`."""
     state = [(p, value) for p, values in optimizer.state.items() for value in values.values()]
     if any(isinstance(v, Tensor) and v.dim() and v.device != p.device for p, v in state):
         saved = optimizer.state_dict()
@@ -167,12 +167,13 @@ def place_state(optimizer: Optimizer) -> None:
 
 
 def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
-    """Give a state that was just loaded the dtypes that it was saved with; for weights whose dtypes are as they were.
+    """Restore the saved dtypes of optimizer state that was just loaded, for weights with unchanged dtypes.
 
-    Torch casts all of it to that of the weights: NAdam's product of momenta, float32 moments of bfloat16 weights.
+    Torch casts all state to the dtype of the weights, such as NAdam's `mu_product` and float32 moments of bfloat16
+    weights.
     """
     if type(optimizer).load_state_dict is not Optimizer.load_state_dict:
-        return  # an optimizer with a method of its own keeps its dtypes
+        return  # an overridden method handles dtypes itself
     parameters = parameters_in(optimizer)
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     for parameter, number in zip(parameters, numbers, strict=True):
@@ -183,7 +184,7 @@ def keep_dtypes(optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
 
 
 def _scheduler_states(tree: Any) -> int:
-    """Count states of torch schedulers in a tree; those inside another one (`SequentialLR`) do not count."""
+    """Return the number of torch scheduler states in a tree; nested ones (`SequentialLR`) are not counted."""
     if isinstance(tree, Mapping):
         if "_last_lr" in tree:
             return 1
@@ -192,7 +193,7 @@ def _scheduler_states(tree: Any) -> int:
 
 
 def _make(optimizer: Any, model: nn.Module, written: str, *, root: nn.Module | None, fuses: bool) -> Optimizer:
-    """Make one optimizer; `written`: the setting as code; `root`: the module whose parameters a torch class gets."""
+    """Make one optimizer. `written`: the setting as code. `root`: the module whose parameters a torch class gets."""
     if isinstance(optimizer, Optimizer):
         place_state(optimizer)
         return optimizer
@@ -206,7 +207,7 @@ def _make(optimizer: Any, model: nn.Module, written: str, *, root: nn.Module | N
         if root is None:
             what = f"{written}{name}: whose parameters does it train? The model has no submodule of this name"
             raise SettingError(what, fix="lambda model: torch.optim.AdamW(model.part.parameters(), lr=1e-3)")
-        given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be set free later
+        given: Any = root if grouped else list(root.named_parameters())  # frozen ones too: they may be unfrozen later
         made = optimizer(given, **({} if grouped or not fuses else fused_for(optimizer, root)))
     elif target in (adamw, sgd, muon):
         fix = f"{written}{target.__name__}(lr=1e-3)"

@@ -1,4 +1,4 @@
-"""Functions that make an optimizer for a model: AdamW, SGD and Muon with parameter groups, fused where supported."""
+"""`adamw`, `sgd`, `muon` and `param_groups`: optimizers for a model with named parameter groups, fused if supported."""
 
 from __future__ import annotations
 
@@ -40,22 +40,22 @@ def adamw(
     layers: str | Sequence[str] = (),
     fused: Fused = "auto",
 ) -> Callable[[nn.Module], torch.optim.AdamW]:
-    """Return a function that makes `torch.optim.AdamW` for a model, with named groups.
+    """Return a function that makes `torch.optim.AdamW` for a model, with named parameter groups.
 
     Args:
-        lr: The rate.
-        weight_decay: The decay of weights; biases and norms have none, as in `param_groups`.
+        lr: The learning rate.
+        weight_decay: The weight decay; 0 for biases and normalization layers, as in `param_groups`.
         betas: As in torch.
         eps: As in torch.
-        lrs: Rates by name, as in `param_groups`.
-        no_decay: Names without decay, as in `param_groups`.
-        layer_decay: The factor of the rate from layer to layer, as in `param_groups`.
-        layers: The names of layers, as in `param_groups`.
-        fused: "auto" uses torch's fused kernels if all parameters are floating point on devices that have them, the CPU
-            included.
+        lrs: Learning rates by name, as in `param_groups`.
+        no_decay: Names of parameters without weight decay, as in `param_groups`.
+        layer_decay: The factor of the learning rate per layer, as in `param_groups`.
+        layers: Names of layers, as in `param_groups`.
+        fused: Whether to use torch's fused kernels. "auto": if all parameters are floating point, on devices with
+            fused kernels, which include the CPU.
 
     Raises:
-        SettingError: For settings that cannot work.
+        SettingError: For invalid settings.
     """
     groups = Groups(
         lr=lr,
@@ -84,22 +84,22 @@ def sgd(
     layers: str | Sequence[str] = (),
     fused: Fused = "auto",
 ) -> Callable[[nn.Module], torch.optim.SGD]:
-    """Return a function that makes `torch.optim.SGD` for a model, with momentum and named groups.
+    """Return a function that makes `torch.optim.SGD` for a model, with momentum and named parameter groups.
 
     Args:
-        lr: The rate.
+        lr: The learning rate.
         momentum: As in torch.
-        weight_decay: The decay of weights; biases and norms have none, as in `param_groups`.
+        weight_decay: The weight decay; 0 for biases and normalization layers, as in `param_groups`.
         nesterov: As in torch.
-        lrs: Rates by name, as in `param_groups`.
-        no_decay: Names without decay, as in `param_groups`.
-        layer_decay: The factor of the rate from layer to layer, as in `param_groups`.
-        layers: The names of layers, as in `param_groups`.
-        fused: "auto" uses torch's fused kernels if they support all parameters: not bfloat16 or float16 on a CPU, where
-            the kernel is wrong.
+        lrs: Learning rates by name, as in `param_groups`.
+        no_decay: Names of parameters without weight decay, as in `param_groups`.
+        layer_decay: The factor of the learning rate per layer, as in `param_groups`.
+        layers: Names of layers, as in `param_groups`.
+        fused: Whether to use torch's fused kernels. "auto": if they support all parameters, which excludes bfloat16
+            and float16 on the CPU, where the kernel is wrong.
 
     Raises:
-        SettingError: For settings that cannot work.
+        SettingError: For invalid settings.
     """
     groups = Groups(
         lr=lr,
@@ -136,31 +136,31 @@ def muon(
     layers: str | Sequence[str] = (),
     fused: Fused = "auto",
 ) -> Callable[[nn.Module], MuonAdamW]:
-    """Return a function that makes one optimizer for a model: `torch.optim.Muon` and, for other parameters, AdamW.
+    """Return a function that makes one optimizer for a model: `torch.optim.Muon` for hidden layers, AdamW for the rest.
 
-    Muon makes the update of a hidden layer's matrix orthogonal (https://kellerjordan.github.io/posts/muon/). It gets
-    the weights with two dimensions, except embeddings and `others`. AdamW trains all other parameters. Groups are those
-    of `param_groups`, each split in two. Requires torch 2.9.
+    Muon orthogonalizes the update of the weight matrix of a hidden layer
+    (https://kellerjordan.github.io/posts/muon/). It trains the two-dimensional weights, except embeddings and `others`;
+    AdamW trains all other parameters. Groups are those of `param_groups`, each split in two. Requires torch 2.9.
 
     Args:
-        lr: The rate of Muon, and of AdamW where `adamw_lr` is not given.
-        weight_decay: The decay of weights.
+        lr: The learning rate of Muon, and of AdamW if `adamw_lr` is None.
+        weight_decay: The weight decay.
         momentum: The momentum of Muon.
         nesterov: As in torch.
-        adjust_lr: "match_rms_adamw" makes Muon's steps as long as AdamW's (arXiv 2502.16982): one rate is right for
-            both. "original" is that of the page above, and requires an `adamw_lr`.
-        adamw_lr: The rate of AdamW.
+        adjust_lr: "match_rms_adamw" scales Muon's updates to the RMS of AdamW's (arXiv 2502.16982), so that both use
+            one learning rate. "original" is the scaling of the page above, and requires `adamw_lr`.
+        adamw_lr: The learning rate of AdamW.
         betas: The betas of AdamW.
-        others: Names of matrices that AdamW trains: the output layer, and any other that is no hidden layer. None: the
-            last `nn.Linear` that the model defines. `()` excludes none.
-        lrs: Rates by name, as in `param_groups`.
-        no_decay: Names without decay, as in `param_groups`.
-        layer_decay: The factor of the rate from layer to layer, as in `param_groups`.
-        layers: The names of layers, as in `param_groups`.
-        fused: Whether AdamW uses torch's fused kernels. "auto": where it supports all parameters.
+        others: Names of matrices that AdamW trains: the output layer, and any other matrix outside of hidden layers.
+            None: the last `nn.Linear` that the model defines. `()`: no matrix.
+        lrs: Learning rates by name, as in `param_groups`.
+        no_decay: Names of parameters without weight decay, as in `param_groups`.
+        layer_decay: The factor of the learning rate per layer, as in `param_groups`.
+        layers: Names of layers, as in `param_groups`.
+        fused: Whether AdamW uses torch's fused kernels. "auto": if they support all of its parameters.
 
     Raises:
-        SettingError: For settings that cannot work, and for a torch without Muon.
+        SettingError: For invalid settings, and for a torch without Muon.
     """
     groups = Groups(
         lr=lr,
@@ -184,9 +184,9 @@ def muon(
 
 
 def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
-    """Return `{"fused": True}` for a torch class, or a partial of one, that supports it for `model`; else no keyword.
+    """Return `{"fused": True}` if a torch class, or a partial of one, supports it for `model`; else an empty dict.
 
-    None is added if the partial sets `fused`, `foreach` or `differentiable` itself, or if gradients are sparse.
+    Empty too if the partial sets `fused`, `foreach` or `differentiable`, or if gradients are sparse.
     """
     target = optimizer
     if isinstance(optimizer, partial):
@@ -199,7 +199,7 @@ def fused_for(optimizer: Any, model: nn.Module) -> dict[str, bool]:
 
 
 def could_be_fused(optimizer: Optimizer) -> bool:
-    """Return whether a torch optimizer was given no implementation, and torch's fused kernels support it."""
+    """Return whether fused kernels support a torch optimizer whose implementation (`fused`, `foreach`) is not set."""
     target, groups = type(optimizer), optimizer.param_groups
     parameters = [p for group in groups for p in group["params"]]
     open_ = all(
@@ -212,8 +212,8 @@ def could_be_fused(optimizer: Optimizer) -> bool:
 def supports_fused(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
     """Return whether the fused kernels of this torch class support all of these parameters.
 
-    Adagrad's is for the CPU alone up to 2.11, and SGD's is wrong there for reduced precision up to 2.13. Shards have
-    those of Adam and AdamW alone. False for a torch that does not list the devices of its fused kernels.
+    Adagrad's kernel is CPU-only up to torch 2.11. SGD's CPU kernel is wrong in reduced precision up to 2.13. Only those
+    of Adam and AdamW support sharded parameters. False for a torch that does not list the devices of fused kernels.
     """
     listed = list(parameters)
     if target not in (torch.optim.Adam, AdamW) and is_sharded(*listed):
@@ -227,29 +227,29 @@ def supports_fused(target: Any, parameters: Iterable[torch.Tensor]) -> bool:
 
 
 def _supports_fused_for(target: Any, model: nn.Module) -> bool:
-    """Return whether the fused kernels of this torch class support a model, all of whose gradients are dense."""
+    """Return whether all gradients of a model are dense and the fused kernels of this torch class support it."""
     is_dense = not any(getattr(module, "sparse", False) is True for module in model.modules())
     return is_dense and supports_fused(target, model.parameters())
 
 
 class OptimizerFactory:
-    """A function that makes an optimizer for a model; the trainer calls it with the module to be trained."""
+    """Base class of the functions that make an optimizer for a model; the trainer calls them with the module."""
 
     groups: Groups
 
     def __call__(self, model: nn.Module) -> Optimizer:
-        """Group the model's parameters, and make the optimizer."""
+        """Return the optimizer of a model, with its parameters in groups."""
         raise NotImplementedError
 
     @property
     def name(self) -> str:
-        """The name of the function that returned it."""
+        """The name of the public function that returned this object, such as "adamw"."""
         return self.groups.owner
 
 
 @dataclass(frozen=True, kw_only=True)
 class TorchFactory(OptimizerFactory):
-    """Returned by `adamw` and `sgd`: makes a torch optimizer for a model."""
+    """Makes a torch optimizer for a model. Returned by `adamw` and `sgd`."""
 
     kind: type[Any]
     groups: Groups
@@ -265,33 +265,33 @@ class TorchFactory(OptimizerFactory):
         return f"{self.name}({', '.join(settings)}, fused={self.fused!r})"
 
     def __call__(self, model: nn.Module) -> Any:
-        """Group the model's parameters, and make the optimizer."""
+        """Return the optimizer of a model, with its parameters in groups."""
         groups = self.groups.of(model)
         fused = _supports_fused_for(self.kind, model) if self.fused == "auto" else self.fused
         return self.kind(groups, lr=self.groups.lr, **self.settings, fused=fused)
 
 
 class MuonAdamW(Optimizer):
-    """Updates groups with `by="muon"` by `torch.optim.Muon`, and groups with `by="adamw"` by `torch.optim.AdamW`.
+    """One optimizer of two algorithms: a group's `by` selects `torch.optim.Muon` or `torch.optim.AdamW`.
 
-    A group may hold any setting of its optimizer; other settings have their defaults. To users it is one optimizer: one
-    list of groups, one state, one schedule. SettingError for a torch without Muon, which came with 2.9.
+    A group may hold any setting of its algorithm; the others have their defaults. Both share one list of groups, one
+    state and one schedule. SettingError for a torch before 2.9, which has no Muon.
     """
 
     def __init__(self, params: Iterable[ParamGroup], lr: float = 1e-3) -> None:
-        super().__init__(list(params), {"lr": lr, "differentiable": False})  # as torch has it after every load
+        super().__init__(list(params), {"lr": lr, "differentiable": False})  # as after every `load_state_dict`
 
     def add_param_group(self, param_group: ParamGroup) -> None:
-        """Add a group; its `by` names the optimizer that updates it."""
+        """Add a parameter group; its `by` is "muon" or "adamw"."""
         by = param_group.get("by")
         if by not in ("muon", "adamw"):
             raise SettingError(f"a group with by={by!r}", want='"muon" or "adamw"', fix='{..., "by": "adamw"}')
         super().add_param_group(param_group)
-        _kind(by)([param_group])  # sets the group's defaults, and refuses parameters that it cannot train
+        _kind(by)([param_group])  # torch's constructor sets the defaults and checks the parameters
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Make one step of both; return the loss if a closure computes it."""
+        """Make one step of both algorithms; return the loss of the closure, if there is one."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -305,7 +305,7 @@ class MuonAdamW(Optimizer):
         return loss
 
     def _inner(self, by: str, groups: list[ParamGroup]) -> Inner:
-        """Return torch's optimizer of these groups, and its step. Copies and pickles leave them out."""
+        """Return torch's optimizer of these groups and its step, which are made once and not copied or pickled."""
         made: dict[str, Inner] = vars(self).setdefault("_made", {})
         if by not in made:
             inner = _kind(by)(groups)
@@ -315,7 +315,7 @@ class MuonAdamW(Optimizer):
 
 @dataclass(frozen=True, kw_only=True)
 class MuonFactory(OptimizerFactory):
-    """Returned by `muon`: makes a `MuonAdamW` for a model."""
+    """Makes a `MuonAdamW` for a model. Returned by `muon`."""
 
     groups: Groups
     momentum: float
@@ -347,14 +347,14 @@ class MuonFactory(OptimizerFactory):
         return f"muon({', '.join(given)})"
 
     def __call__(self, model: nn.Module) -> MuonAdamW:
-        """Group the model's parameters, and make the optimizer."""
+        """Return the optimizer of a model, with its parameters in groups."""
         groups, hidden = self.groups.of(model), self._hidden(model)
         rest = [p for p in model.parameters() if p not in hidden]
         fused = supports_fused(AdamW, rest) if self.fused == "auto" else self.fused
         return MuonAdamW([part for group in groups for part in self._split(group, hidden, fused)], lr=self.groups.lr)
 
     def _split(self, group: ParamGroup, hidden: set[nn.Parameter], fused: bool) -> Iterator[ParamGroup]:
-        """Yield Muon's part of a group, then AdamW's, unless empty."""
+        """Yield the Muon part of a group, then its AdamW part; empty parts are left out."""
         factor = 1.0 if self.adamw_lr is None else self.adamw_lr / self.groups.lr
         settings: dict[str, ParamGroup] = {
             "muon": {"momentum": self.momentum, "nesterov": self.nesterov, "adjust_lr_fn": self.adjust_lr},
@@ -366,7 +366,7 @@ class MuonFactory(OptimizerFactory):
                 yield group | {"params": members, "name": f"{group['name']}.{by}", "by": by} | own
 
     def _hidden(self, model: nn.Module) -> set[nn.Parameter]:
-        """Return the matrices of hidden layers; SettingError if there is none."""
+        """Return the weight matrices of hidden layers; SettingError if there are none."""
         embeddings = {m.weight for m in model.modules() if isinstance(m, EMBEDDINGS)}
         matrices = {p for p in model.parameters() if p.dim() == 2 and p.is_floating_point()}
         hidden = matrices - embeddings - self._others(model)
@@ -390,7 +390,7 @@ class MuonFactory(OptimizerFactory):
 
 
 def _kind(by: str) -> Any:
-    """Return torch's class of this name; SettingError for a torch without Muon."""
+    """Return torch's optimizer class for a value of `by`; SettingError for a torch without Muon."""
     if by == "adamw":
         return AdamW
     kind = getattr(torch.optim, "Muon", None)
@@ -401,7 +401,7 @@ def _kind(by: str) -> Any:
 
 
 def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
-    """Return two numbers from 0 to below 1, as floats: torch accepts no integers here."""
+    """Return betas as two floats, as torch requires; SettingError unless both are from 0 to below 1."""
     if not isinstance(betas, tuple | list) or len(betas) != 2:
         raise SettingError(f"{owner}(betas={betas!r})", want="two numbers", fix="betas=(0.9, 0.999)")
     for beta in betas:
@@ -410,14 +410,14 @@ def checked_betas(owner: str, betas: Any) -> tuple[float, float]:
 
 
 def check_fused(owner: str, fused: Any) -> None:
-    """Refuse values other than "auto" and bools."""
+    """Raise SettingError for values of `fused=` other than "auto" and bools."""
     check_choice(fused, owner, "fused", choices=("auto", True, False))
 
 
 NORMS = (NormWithStatistics, nn.LayerNorm, nn.GroupNorm, nn.RMSNorm)
-"""Torch's normalization layers that have parameters: batch, instance, layer, group and RMS normalization."""
+"""Torch's normalization layers with parameters: batch, instance, layer, group and RMS normalization."""
 CONTAINERS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
-"""Modules that represent the layers inside them, if named in `layers`."""
+"""Modules whose children are the layers, if named in `layers`."""
 
 
 @suggests
@@ -431,26 +431,26 @@ def param_groups(
     layer_decay: float | None = None,
     layers: str | Sequence[str] = (),
 ) -> list[ParamGroup]:
-    """Return the parameters of a model in named groups, for any optimizer that takes groups.
+    """Return the parameters of a model in named groups, for any optimizer with parameter groups.
 
-    Weights decay, embeddings included. Biases, all other parameters with fewer than two dimensions, parameters of
-    normalization layers and `no_decay` do not. Frozen parameters are included: they are not updated until they are
-    unfrozen. A tied parameter is in one group. A name is that of a submodule (`"backbone.0"`), or a glob over the names
-    of parameters (`"layer1.*"`).
+    Weight decay applies to weights, including embeddings. It does not apply to biases, to other parameters with fewer
+    than two dimensions, to parameters of normalization layers, and to `no_decay`. Frozen parameters are included; they
+    are updated once they are unfrozen. A tied parameter is in one group. A name is that of a submodule
+    (`"backbone.0"`), or a glob over parameter names (`"layer1.*"`).
 
     Args:
         model: The model.
-        lr: The rate.
-        weight_decay: The decay of weights.
-        lrs: Rates by name. If several names match a parameter, the longest wins (wildcards do not count).
-        no_decay: Names of parameters without decay.
-        layer_decay: The factor from each layer's rate to that of the layer before it: with n layers the rate of the
-            i-th (from 0) is multiplied by `layer_decay ** (n - i)`. Parameters in no layer have the full rate.
-        layers: Names of layers from the input to the output. A ModuleList, ModuleDict or Sequential represents the
-            layers inside; a glob is one layer.
+        lr: The learning rate.
+        weight_decay: The weight decay.
+        lrs: Learning rates by name. If several names match a parameter, the longest one wins (wildcards do not count).
+        no_decay: Names of parameters without weight decay.
+        layer_decay: The factor between the learning rates of neighboring layers: with n layers, that of layer i (from
+            0, at the input) is multiplied by `layer_decay ** (n - i)`. Parameters in no layer have the full rate.
+        layers: Names of layers, from the input to the output. A ModuleList, ModuleDict or Sequential stands for the
+            layers inside it; a glob is one layer.
 
     Raises:
-        SettingError: For settings that cannot work, and for a name that matches no parameter.
+        SettingError: For invalid settings, and for a name that matches no parameter.
     """
     return Groups(
         lr=lr, weight_decay=weight_decay, lrs=lrs, no_decay=no_decay, layer_decay=layer_decay, layers=layers
@@ -459,7 +459,7 @@ def param_groups(
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The settings of groups; `owner`: name of the function that they were given to, for errors."""
+    """The settings of parameter groups; `owner`: the public function that received them, for errors."""
 
     lr: float
     weight_decay: float
@@ -485,16 +485,17 @@ class Groups:
             raise SettingError(f"{self.owner}: a layer_decay goes with its layers", have=have, fix=fix)
 
     def as_code(self) -> Iterator[str]:
-        """Yield the settings besides rate and decay, as code."""
+        """Yield the settings other than `lr` and `weight_decay`, as code."""
         yield f"lrs={self.lrs!r}"
         for name, unset in (("no_decay", ()), ("layer_decay", None), ("layers", ())):
             if getattr(self, name) != unset:
                 yield f"{name}={getattr(self, name)!r}"
 
     def of(self, model: nn.Module) -> list[ParamGroup]:
-        """Return the groups of a model's parameters; those with the common rate come first, and none is empty.
+        """Return the non-empty parameter groups of a model; groups with the common learning rate come first.
 
-        Decaying and other parameters are separate even without weight decay, so that checkpoints fit for any decay.
+        Parameters with and without decay are separate groups even if `weight_decay` is 0, so that checkpoints fit any
+        weight decay.
         """
         named = self._parameters(model)
         keys, depths, rates = self._keys(model), self._depths(model), self.lrs or {}
@@ -534,7 +535,7 @@ class Groups:
         return named
 
     def _keys(self, model: nn.Module) -> dict[nn.Parameter, str]:
-        """Map each parameter to the name in `lrs` that sets its rate; SettingError for a name that sets none."""
+        """Map each parameter to the name in `lrs` that sets its learning rate; SettingError for an unused name."""
         lrs, matches = self.lrs or {}, dict[nn.Parameter, list[str]]()
         for key in lrs:
             for parameter in find(model, key, f"{self.owner}(lrs={{{key!r}: ...}})").parameters.values():
@@ -560,7 +561,7 @@ class Groups:
         return first
 
     def _depths(self, model: nn.Module) -> dict[nn.Parameter, str]:
-        """Map each parameter in a layer to that layer, from the input on; a tied one to the first."""
+        """Map each parameter in a layer to its layer, in the order of the layers; a tied parameter to the first."""
         layer_of: dict[nn.Parameter, str] = {}
         for name in self.layers:
             written = f"{self.owner}(layers=[{name!r}, ...])"
@@ -589,7 +590,7 @@ class Groups:
 
 
 def set_option(group: dict[str, Any], key: str, value: Any) -> None:
-    """Set an option of a parameter group; a tensor is filled: the optimizer may refer to it."""
+    """Set an option of a parameter group; a tensor is filled in place, since the optimizer may hold a reference."""
     if isinstance(group.get(key), Tensor):
         group[key].fill_(value)
     else:
