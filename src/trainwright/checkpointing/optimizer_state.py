@@ -1,8 +1,8 @@
-"""Optimizer state by parameter name: a resumed run may build its optimizer with the parameters in another order.
+"""Matches optimizer state by parameter name, so that a resumed run may pass the parameters in another order.
 
-torch stores the state by position. A checkpoint stores the name and the shape of each parameter too, and a
-resume moves state to the parameter of the same name in the same group. State of no single parameter, as that of LBFGS,
-needs the saved order.
+torch stores the state by position. A checkpoint also stores name and shape of each parameter, and a resume moves the
+state to the parameter of the same name in the same group. State that belongs to no single parameter, such as that of
+LBFGS, needs the saved order.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from trainwright.distributed.pieces import LazyTensor
 from trainwright.protocols import Stateful, Tree
 
 PARAMETERS = "optimizer_parameters"
-"""The part of a checkpoint with the names and shapes of the parameters of each optimizer, group by group."""
+"""The part of a checkpoint with names and shapes of the parameters of each optimizer, by group."""
 _OTHER_SHAPES = ("LBFGS", "Adafactor")
-"""Optimizers of torch whose state tensors may have other shapes than their parameters."""
+"""torch optimizers whose state tensors may differ in shape from their parameters."""
 
 
 def optimizer_states(
     parts: Mapping[str, Stateful], tree: dict[str, Tree]
 ) -> Iterator[tuple[str, Optimizer, dict[str, Tree], str]]:
-    """Yield the path and the optimizer of each optimizer among the parts, and the dict and the key of its state."""
+    """Yield (path, optimizer, dict, key) of each optimizer among the parts: its state is `dict[key]`."""
     for name, part in parts.items():
         if isinstance(part, Optimizer):
             yield name, part, tree, name
@@ -42,17 +42,17 @@ def optimizer_states(
 
 
 def parameters_of_optimizers(parts: Mapping[str, Stateful], tree: dict[str, Tree]) -> dict[str, Tree]:
-    """Return name and shape of each parameter of each optimizer, by group; the name is None if no module has it."""
+    """Return (name, shape) of each parameter of each optimizer, by group; name None without a module."""
     names = parameter_names(parts)
     return {path: _names_and_shapes(optimizer, names) for path, optimizer, *_ in optimizer_states(parts, tree)}
 
 
 def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], saved: Any, *, origin: str) -> list[str]:
-    """Reorder the state of each optimizer to the current order of its parameters; return lines for the header.
+    """Reorder the state of each optimizer to the current order of its parameters; return header lines.
 
-    `saved`: the saved result of `parameters_of_optimizers`. Parameters are matched by name within a group, and by
-    position if they have none. CheckpointError if parameters or shapes differ, or if the order differs and a state
-    belongs to no single parameter.
+    `saved`: the saved result of `parameters_of_optimizers`. Parameters are matched by name within a group; parameters
+    without a name by position. CheckpointError if names or shapes differ, or if the order differs and a state belongs
+    to no single parameter.
     """
     lines: list[str] = []
     names = parameter_names(parts)
@@ -60,19 +60,19 @@ def put_in_current_order(parts: Mapping[str, Stateful], tree: dict[str, Tree], s
         now = _names_and_shapes(optimizer, names)
         try:
             before = saved[path]
-            if type(optimizer).__module__.startswith(("torch.optim.", "trainwright.")):  # others know their own state
+            if type(optimizer).__module__.startswith(("torch.optim.", "trainwright.")):  # others check their own state
                 _check_state(optimizer, states[key], before)
             if before != now or any(name is None for group in now for name, _ in group):
                 match = _Match(path, optimizer, states[key], parts=parts, origin=origin)
                 states[key] = match.ordered(before, lines)
-        except (LookupError, TypeError, ValueError, AttributeError) as error:  # of another form than a run writes
+        except (LookupError, TypeError, ValueError, AttributeError) as error:  # a form that no run writes
             why = error if isinstance(error, FormError) else first_line(error)
             raise DamagedError(f"{origin} is damaged: in part {path!r} {why}", origin) from error
     return lines
 
 
 def named_parameters(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:
-    """Return the parameters of the modules among the parts by all their names: model, loss, then others."""
+    """Return name -> parameter for the modules among the parts, with all names: model, loss, then others."""
     modules = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     roots = sorted(modules, key=lambda name: (name != "model", name != "loss"))
     named = ((root, modules[root].named_parameters(remove_duplicate=False)) for root in roots)
@@ -80,7 +80,7 @@ def named_parameters(parts: Mapping[str, Stateful]) -> dict[str, Tensor]:
 
 
 def parameter_names(parts: Mapping[str, Stateful]) -> dict[int, str]:
-    """Return the first name of each parameter of the modules among the parts, by id."""
+    """Return id -> first name for the parameters of the modules among the parts."""
     return {id(parameter): name for name, parameter in reversed(named_parameters(parts).items())}
 
 
@@ -89,7 +89,7 @@ def _names_and_shapes(optimizer: Optimizer, names: Mapping[int, str]) -> list[li
 
 
 class _Match:
-    """The saved state of one optimizer whose parameters have another order now, or no names."""
+    """Reorders the saved state of one optimizer."""
 
     def __init__(
         self, path: str, optimizer: Optimizer, state: Any, *, parts: Mapping[str, Stateful], origin: str
@@ -98,7 +98,7 @@ class _Match:
         self.known, self.names = named_parameters(parts), parameter_names(parts)
 
     def ordered(self, saved: Any, lines: list[str]) -> Any:
-        """Return the state in the current order; append lines for the header to `lines`."""
+        """Return the state in the current order; append header lines to `lines`."""
         if nameless := sum(name is None for group in saved for name, _ in group):
             what = "parameter of part" if nameless == 1 else "parameters of part"
             lines.append(f"resumed: {nameless} {what} {self.path!r} without a name: matched by position and shape")
@@ -109,7 +109,7 @@ class _Match:
         return _moved(self.state, orders)
 
     def _orders(self, saved: list[list[Any]]) -> list[list[int]]:
-        """Return the saved position of each parameter in its group; refuse other parameters and shapes."""
+        """Return the saved position of each parameter, by group. Refuses other parameters and shapes."""
         groups = [list(group["params"]) for group in self.optimizer.param_groups]
         orders: list[list[int]] = []
         wrong: list[str] = []
@@ -141,7 +141,7 @@ class _Match:
         return orders
 
     def _check_movable(self, saved: list[list[Any]]) -> None:
-        """Refuse another order if state belongs to no single parameter."""
+        """Raise CheckpointError for another order if state belongs to no single parameter."""
         kind, reason = type(self.optimizer).__name__, ""
         if not _is_usual(self.state) or _sizes(self.state) != [len(group) for group in saved]:
             reason = f"{kind} gives its state a form of its own"
@@ -163,9 +163,9 @@ class _Match:
 
 
 def _check_state(optimizer: Optimizer, state: Any, saved: list[list[Any]]) -> None:
-    """Raise FormError for a state that no step of one of torch's optimizers could use.
+    """Raise FormError for a state that no step of a torch optimizer could use.
 
-    `saved`: names and shapes of the parameters of that state.
+    `saved`: names and shapes of the parameters of the state.
     """
     groups, entries = state["param_groups"], state["state"]
     numbers = _numbers(state)
@@ -180,7 +180,7 @@ def _check_state(optimizer: Optimizer, state: Any, saved: list[list[Any]]) -> No
 
 
 def _check_entries(group: Mapping[str, Any], shapes: list[tuple[int, ...]], entries: Mapping[Any, Any]) -> None:
-    """Raise FormError if the parameters of a group differ in the keys or types of their state, or a shape is wrong."""
+    """Raise FormError if state entries of a group differ in keys or types, or if a shape is wrong."""
     first: Mapping[str, Any] = {}
     for number, shape in zip(group["params"], shapes, strict=True):
         entry = entries.get(number, {})
@@ -197,7 +197,7 @@ def _check_entries(group: Mapping[str, Any], shapes: list[tuple[int, ...]], entr
 
 
 def _is_like(first: Any, value: Any, shape: tuple[int, ...]) -> bool:
-    """Return whether a value in the state of a parameter of a shape is of the type of `first`, that of another one."""
+    """Return whether a state value of a parameter of this shape has the type of `first`, that of another parameter."""
     if isinstance(value, Tensor | LazyTensor):
         return isinstance(first, Tensor | LazyTensor) and tuple(value.shape) in ((), shape)
     return is_number(first) if is_number(value) else value is None and first is None
@@ -224,7 +224,7 @@ def _is_usual(state: Any) -> bool:
 
 
 def _numbers(state: Mapping[str, Any]) -> list[int]:
-    """Return the numbers of the parameters in the state of an optimizer, in order."""
+    """Return the parameter numbers in an optimizer state, in order."""
     return [number for group in state["param_groups"] for number in group["params"]]
 
 
@@ -234,7 +234,7 @@ def _sizes(state: Mapping[str, Any]) -> list[int]:
 
 
 def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:
-    """Return the state for the parameters in another order."""
+    """Return the state reordered. `orders`: the saved position of each parameter, by group."""
     moved: dict[Any, Any] = {}
     groups = []
     for group, order in zip(state["param_groups"], orders, strict=True):
@@ -246,7 +246,7 @@ def _moved(state: Mapping[str, Any], orders: list[list[int]]) -> dict[str, Any]:
 
 
 def _shapes(value: Any) -> Iterator[tuple[int, ...]]:
-    """Yield the shapes of the tensors in the state of one parameter, those in lists and dicts included."""
+    """Yield the shapes of all tensors in the state of one parameter, also in lists and dicts."""
     if isinstance(value, Tensor | LazyTensor):
         yield tuple(value.shape)
     items: Sequence[Any] = ()

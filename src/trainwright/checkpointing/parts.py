@@ -1,4 +1,4 @@
-"""The state of a run as one tree, `{part: state}`: gathered for a checkpoint, restored strictly both ways."""
+"""The state of a run as one tree, `{part: state}`: gathered for a checkpoint, and restored strictly."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ NEVER_FRESH = {
     "data": "resume_data=False, for other data",
     **dict.fromkeys(("progress", "totals", "random"), _ANEW),
 }
-"""Parts that no resume starts fresh, and the line to write instead."""
+"""Part -> fix, for the parts that `resume_fresh` must not name."""
 _ALWAYS = frozenset({"model", "progress", "totals", "data", "state", "random"})
-"""Parts of every run."""
+"""The parts of every run."""
 
 
 def gather(parts: Mapping[str, Stateful]) -> dict[str, Tree]:
-    """Return the state of every part, and the names of the parameters of each optimizer."""
+    """Return the state of every part, and the parameter names of each optimizer."""
     tree = {name: part.state_dict() for name, part in parts.items()}
     return tree | {PARAMETERS: parameters_of_optimizers(parts, tree)}
 
 
 def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
-    """Raise CheckpointError for a state that cannot be saved, naming the value; for a metric with what to write."""
+    """Raise CheckpointError, with the name of the value, for a state that cannot be saved; for metrics with a fix."""
     try:
         dry_save(tree)
     except CheckpointError:
@@ -44,9 +44,9 @@ def check_savable(tree: Mapping[str, Tree], metrics: Mapping[str, Any]) -> None:
 
 
 def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str] = ()) -> None:
-    """Raise CheckpointError if a part is missing or not used, or if a module has other tensors.
+    """Raise CheckpointError if a part is missing or not used, or if the tensors of a module differ.
 
-    `fresh`: parts that start fresh already; the line to write names them too.
+    `fresh`: the parts of `resume_fresh`, which the fix repeats.
     """
     if parts.keys() != tree.keys():
         raise _other_parts(parts, tree, origin=origin, fresh=fresh)
@@ -58,7 +58,7 @@ def check(parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: st
 def _other_parts(
     parts: Mapping[str, Stateful], tree: Mapping[str, Tree], *, origin: str, fresh: Sequence[str]
 ) -> CheckpointError:
-    """Return the error for a checkpoint of other parts, with the line that starts those fresh."""
+    """Return the error for a checkpoint with other parts, with the line that starts them fresh."""
     missing, unused = sorted(parts.keys() - tree.keys()), sorted(map(str, tree.keys() - parts.keys()))
     if lost := _ALWAYS.intersection(missing):
         return DamagedError(f"{origin} is damaged: it has no part {min(lost)!r}", origin)
@@ -73,7 +73,7 @@ def _other_parts(
 
 
 def fresh_line(names: Sequence[str]) -> str:
-    """Return the line that starts the parts of these names fresh; empty if one of them cannot be."""
+    """Return the line of code that starts these parts fresh; empty if one of them cannot start fresh."""
     if not NEVER_FRESH.keys().isdisjoint(names):
         return ""
     quoted = ", ".join(f'"{name}"' for name in names)
@@ -81,9 +81,9 @@ def fresh_line(names: Sequence[str]) -> str:
 
 
 def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str) -> list[str]:
-    """Load the state of every part, model and progress first, random last; after `check`. Return the parts' reports.
+    """Load the state of every part: model and progress first, random last. Return the reports of the parts.
 
-    CheckpointError if the state of a part has another form.
+    Called after `check`. CheckpointError if the state of a part has another form.
     """
     reports = []
     # Progress before the schedule: its plan needs the lengths of finished epochs.
@@ -92,7 +92,7 @@ def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str
         try:
             report = part.load_state_dict(tree[name])
         except TrainwrightError:
-            raise  # it names the difference and the fix
+            raise  # it has a fix already
         except _LOAD_ERRORS as error:
             raise _load_error(name, error, origin=origin) from error
         if isinstance(report, str) and report:
@@ -104,14 +104,14 @@ def restore(parts: Mapping[str, Stateful], tree: dict[str, Tree], *, origin: str
 
 
 def _check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Refuse metric objects whose attributes cannot be saved, with the methods to write."""
+    """Refuse metric objects with attributes that cannot be saved; the error shows the methods to write."""
     for name, metric in metrics.items():
         if hasattr(metric, "compute") and not hasattr(metric, "state_dict"):
             _check_attributes(name, metric)
 
 
 def _check_attributes(name: str, metric: Any) -> None:
-    """Refuse an attribute of a metric object that no checkpoint can hold, with the methods to write."""
+    """Refuse a metric object with an attribute that cannot be saved; the error shows the methods to write."""
     attributes = vars(metric)
     wrong = {attribute: why for attribute, value in attributes.items() if (why := _defect(attribute, value))}
     if not wrong:
@@ -127,7 +127,7 @@ def _check_attributes(name: str, metric: Any) -> None:
 
 
 def _defect(attribute: str, value: Any) -> str:
-    """Return why the value of an attribute cannot be saved; "" where it can."""
+    """Return why the value of an attribute cannot be saved; "" if it can."""
     try:
         flatten({attribute: value})
     except CheckpointError as error:
@@ -136,11 +136,11 @@ def _defect(attribute: str, value: Any) -> str:
 
 
 _LOAD_ERRORS = (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RuntimeError, MemoryError)
-"""Errors of `load_state_dict` for a state of another form."""
+"""Errors that `load_state_dict` may raise for a state of another form."""
 
 
 def _load_error(name: str, error: Exception, *, origin: str) -> CheckpointError:
-    """Return the error for a part that cannot load its state: it is damaged, or of other settings of the user."""
+    """Return the error for a part that cannot load its state: damaged, or saved with other settings."""
     why = first_line(error)
     if isinstance(error, KeyError):
         why = f"its saved state has no {error}"
@@ -148,20 +148,20 @@ def _load_error(name: str, error: Exception, *, origin: str) -> CheckpointError:
         why = str(error)
     text = f"{origin}: part {name!r} cannot be loaded: {why}"
     is_of_user = isinstance(error, ValueError) and not isinstance(error, FormError)
-    if is_of_user and name not in ("progress", "totals", "random"):  # those take no settings
+    if is_of_user and name not in ("progress", "totals", "random"):  # these have no settings
         return CheckpointError(text, where=False)
     return DamagedError(text, origin)
 
 
 def _dtypes_match(parts: Mapping[str, Stateful], tree: Mapping[str, Tree]) -> bool:
-    """Return whether all parameters have the dtypes that they were saved with."""
+    """Return whether all parameters have their saved dtypes."""
     roots = {name: part for name, part in parts.items() if isinstance(part, nn.Module)}
     named = [(tree[name].get(key), own) for name, root in roots.items() for key, own in root.named_parameters()]
     return all(saved.dtype == own.dtype for saved, own in named if isinstance(saved, Tensor))
 
 
 def _check_tensors(name: str, module: nn.Module, saved: Any, *, origin: str) -> None:
-    """Refuse the state of a module with other tensors."""
+    """Raise CheckpointError if the saved tensors of a module differ in name or shape."""
     if not isinstance(saved, Mapping):
         raise DamagedError(f"{origin} is damaged: part {name!r} is a {type(saved).__name__}", origin)
     own = module.state_dict()
@@ -175,7 +175,7 @@ def _check_tensors(name: str, module: nn.Module, saved: Any, *, origin: str) -> 
 def _other_module(
     name: str, wrong: list[str], *, missing: list[str], unexpected: list[str], origin: str
 ) -> CheckpointError:
-    """Return the error for a module with other tensors than the saved one."""
+    """Return the error for a module whose tensors differ from the saved ones."""
     named = {"of another shape": wrong, "missing in the checkpoint": missing, f"not in the {name}": unexpected}
     return CheckpointError(
         f"{origin} is from another {name}: {len(wrong)} tensors differ in shape, "

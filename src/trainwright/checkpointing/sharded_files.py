@@ -1,11 +1,11 @@
-"""Checkpoints that all ranks write: each writes the pieces of tensors that it holds into one file of one directory.
+"""Checkpoints that all ranks write: each rank writes its pieces of sharded tensors into one file of the directory.
 
-The ranks communicate by the temporary directory of the commit alone, never by a collective: the files there show a
-slow, dead or failed rank. When the file of rank 3 is flushed, its report is renamed to `rank-3.json`; where writing
-fails, its marker `rank-3` is renamed to `rank-3.failed-28`, which takes no space and holds the number of the error.
-Rank 0 waits for all reports, checks that the pieces make up every tensor, and writes their list.
+The ranks communicate through files in the temporary directory of the commit, never by a collective: so a slow, dead or
+failed rank is visible. When the file of rank 3 is flushed, its report is renamed to `rank-3.json`. If writing fails,
+its marker `rank-3` is renamed to `rank-3.failed-28`: the name takes no space and holds the number of the error. Rank 0
+waits for all reports, checks that the pieces cover every tensor, and writes the list of pieces.
 
-The list is JSON, the files are safetensors: nothing in them can run. A piece has the name of its tensor in its file.
+The list is JSON and the files are safetensors: they contain no code. In its file, a piece has the name of its tensor.
 """
 
 from __future__ import annotations
@@ -45,32 +45,32 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 INDEX = "shards.json"
-"""The file of a checkpoint that lists the pieces."""
+"""The file with the list of pieces."""
 _VERSION = 1
 PATIENCE = 300.0
-"""Seconds without any change in the directory after which a rank counts as dead."""
+"""Seconds without a change in the directory until a missing rank counts as dead."""
 HURRY = 5.0
-"""The same where a run ends in an error."""
+"""The same, in a run that ends with an error."""
 _LARGEST_TEXT = 1 << 28
-"""Bytes of the list of the pieces, and of the report of one rank; more are not read."""
+"""Maximum bytes read of the list of pieces, and of the report of one rank."""
 _LARGEST_FAILURE = 1 << 20
-"""Bytes of the text in which a rank reports a failure; more are not read."""
+"""Maximum bytes read of a rank's report of a failure."""
 _POLLS = (0.01, 0.2)
-"""Seconds between two listings of the directory: the first, and the longest."""
+"""Seconds between two listings of the directory: at first, and at most."""
 _FAILED = re.compile(r"rank-(\d+)\.failed-(\d+)")
 
 
 def shard_file(rank: int) -> str:
-    """Return the name of the file with the pieces that one rank writes."""
+    """Return the name of the file with the pieces of one rank."""
     return f"shard-{rank:05d}.safetensors"
 
 
 def split_shards(tree: Mapping[str, Tree], *, rank: int) -> Split:
-    """Return `{part: state}` without its sharded tensors, and a rank's pieces of them.
+    """Return `{part: state}` without its sharded tensors, and the pieces of one rank.
 
-    CheckpointError names a tensor that cannot be stored.
+    CheckpointError names a tensor that cannot be saved.
     """
-    from trainwright.distributed.resharding import split  # with torch's DCP, for sharded models alone
+    from trainwright.distributed.resharding import split  # imports torch's DCP: for sharded models alone
 
     return split(tree, file=shard_file(rank), dtypes=tensorfile.TAGS)
 
@@ -79,7 +79,7 @@ def split_shards(tree: Mapping[str, Tree], *, rank: int) -> Split:
 
 
 class ShardReader:
-    """Reads the tensors of one checkpoint that are stored in pieces; `entries`: size and checksum of its files."""
+    """Reads the sharded tensors of one checkpoint. `entries`: size and checksum of each file."""
 
     def __init__(
         self, path: Path, entries: Mapping[str, Mapping[str, Any]], tensors: Mapping[str, TensorPieces]
@@ -97,15 +97,15 @@ class ShardReader:
         return sorted(self._by_file)
 
     def listed(self, name: str) -> str:
-        """Return a name that the list has; CheckpointError for one that only a tree has."""
+        """Return `name` if it is in the list of pieces; else CheckpointError."""
         if name not in self.tensors:
             raise CheckpointError(f"{self.path / INDEX} is damaged: it does not list {name}")
         return name
 
     def read(self, file: str, *, fill: bool = True) -> Mapping[str, Tensor]:
-        """Return the pieces in one file, each byte checked; CheckpointError also where they are not those listed.
+        """Return the pieces in one file, each byte checked. CheckpointError if they differ from the list.
 
-        Without `fill` the tensors have no values.
+        `fill`: False returns tensors without values.
         """
         entry = self._entries[file]
         tensors = read_file(self.path / file, partial(tensorfile.read, fill=fill), expected=entry).tensors
@@ -116,12 +116,12 @@ class ShardReader:
         return tensors
 
     def check(self, files: Iterable[str]) -> None:
-        """Raise CheckpointError where one of the files is damaged."""
+        """Raise CheckpointError if one of the files is damaged."""
         for file in files:
             self.read(file, fill=False)
 
     def assemble(self, names: Collection[str]) -> dict[str, Tensor]:
-        """Return complete tensors on the CPU, put together from their files, of which one at a time is in memory."""
+        """Return complete tensors on the CPU. One file at a time is in memory."""
         complete = {name: torch.empty(self.tensors[name].shape, dtype=self.tensors[name].dtype) for name in names}
         for file in self.files:
             wanted = [(name, piece) for name, piece in self._by_file[file] if name in complete]
@@ -132,7 +132,7 @@ class ShardReader:
 
 
 def read_shards(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> ShardReader:
-    """Return the reader of a checkpoint that has pieces; CheckpointError where their list is damaged."""
+    """Return the reader of a checkpoint with sharded tensors. CheckpointError if the list of pieces is damaged."""
     text = read_bytes(path / INDEX, limit=_LARGEST_TEXT, expected=entries[INDEX])
     try:
         listed = json.loads(text)
@@ -148,7 +148,7 @@ def read_shards(path: Path, entries: Mapping[str, Mapping[str, Any]]) -> ShardRe
 
 
 def index_text(tensors: Mapping[str, TensorPieces]) -> bytes:
-    """Return the list of the pieces as it is written. CheckpointError where some do not make up their tensor."""
+    """Return the list of pieces as JSON. CheckpointError if the pieces of a tensor do not cover it exactly."""
     for name, tensor in tensors.items():
         if not tensor.is_complete:
             raise CheckpointError(f"the ranks hold pieces of {name} that do not make it up")
@@ -182,10 +182,10 @@ def _sizes(value: Any) -> tuple[int, ...]:
 
 
 class ShardedSave:
-    """One save in which all ranks take part, as one rank sees it.
+    """The part of one rank in a save by all ranks.
 
-    `temporary` is the name of the directory that they share, `tensors` lists every sharded tensor with the pieces that
-    this rank writes. `patience` may be changed by the training thread while the writing thread waits for other ranks.
+    `temporary`: name of the shared directory. `tensors`: every sharded tensor with the pieces of this rank. The
+    training thread may change `patience` while the writer thread waits for other ranks.
     """
 
     def __init__(
@@ -194,14 +194,14 @@ class ShardedSave:
         self.temporary, self.rank, self.size = temporary, rank, size
         self.patience = PATIENCE
         self.bytes_of_others = 0
-        """Bytes that the other ranks have written; known to rank 0 once all have."""
+        """Bytes written by the other ranks. Set on rank 0 by `gather`."""
         self._tensors = tensors
         self._checksum: Checksum = checksum
 
     def write_shard(self, files: Mapping[str, Content], *, directory: Path) -> None:
-        """Write, flush and report this rank's file, in the directory that rank 0 makes; for every other rank.
+        """Write, flush and report the file of this rank, in the directory made by rank 0. Not for rank 0.
 
-        Where that fails, rank 0 learns of it as far as the system allows.
+        A failure is reported to rank 0, as far as the system allows.
         """
         shared, rank = directory / self.temporary, self.rank
         self._wait_until(lambda: os.path.isdir(shared), directory, who=lambda: "rank 0")
@@ -217,10 +217,10 @@ class ShardedSave:
             raise
 
     def gather(self, shared: Path) -> dict[str, dict[str, Any]]:
-        """Wait for all ranks and list the pieces; for rank 0. Return size and checksum of each file, all flushed.
+        """Wait for all ranks, and write the list of pieces. Return size and checksum of each flushed file. For rank 0.
 
-        OSError where a rank was refused by its system or gave no sign for too long, CheckpointError for any other
-        failure: then nothing may be published.
+        OSError if the system refused a rank's write, or if a rank gave no sign within `patience`. CheckpointError for
+        any other failure.
         """
         entries: dict[str, dict[str, Any]] = {}
         tensors = dict(self._tensors)
@@ -247,7 +247,7 @@ class ShardedSave:
         sync_directory(shared)
 
     def _reports(self, shared: Path) -> Iterator[tuple[int, dict[str, Any]]]:
-        """Yield the report of each other rank as it comes."""
+        """Yield (rank, report) of each other rank in the order of arrival."""
         missing = set(range(1, self.size))
 
         def reported() -> list[int]:
@@ -261,7 +261,7 @@ class ShardedSave:
                 yield rank, _read_report(shared / f"rank-{rank}.json", self._tensors)
 
     def _wait_until(self, poll: Callable[[], T], directory: Path, *, who: Callable[[], str]) -> T:
-        """Return the first true value of `poll`; TimeoutError after `patience` seconds without a change there."""
+        """Return the first true value of `poll`. TimeoutError after `patience` seconds without a change of files."""
         pause, longest = _POLLS
         before, since = _listing(directory), time.monotonic()
         while not (result := poll()):
@@ -277,7 +277,7 @@ class ShardedSave:
 
 
 def _listing(directory: Path) -> dict[str, tuple[int, int]]:
-    """Return size and time of each file: they change as long as any rank writes there."""
+    """Return name -> (size, time) of each file. They change while a rank writes."""
     listing = {}
     with suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
@@ -288,13 +288,13 @@ def _listing(directory: Path) -> dict[str, tuple[int, int]]:
 
 
 def _report_failure(shared: Path, rank: int, error: BaseException) -> None:
-    """Report a failure: with its text where there is room for one, by the marker's name in any case."""
+    """Report a failure: by the name of the marker, and with its text if there is space."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__
     number = 0 if cause is None else cause.errno or 0
     failure = {"where": f"rank {rank} on {socket.gethostname()}", "error": f"{type(error).__name__}: {error}"}
-    with suppress(Exception):  # the name of the marker has the number in any case
+    with suppress(Exception):  # the name of the marker holds the error number in any case
         write_file(shared / f"rank-{rank}.why", json.dumps(failure).encode("ascii"))
     failed = shared / f"rank-{rank}.failed-{number}"
     try:
@@ -305,7 +305,7 @@ def _report_failure(shared: Path, rank: int, error: BaseException) -> None:
 
 
 def _raise_failure(names: list[str], shared: Path) -> None:
-    """Raise the failure of any rank: an OSError where its system refused, so that a later save may succeed."""
+    """Raise the failure of a rank: an OSError if its system refused the write, so that a later save may succeed."""
     for match in filter(None, map(_FAILED.fullmatch, names)):
         failure = {"where": f"rank {match[1]}", "error": ""}
         with suppress(CheckpointError, OSError, ValueError, TypeError):
@@ -317,7 +317,7 @@ def _raise_failure(names: list[str], shared: Path) -> None:
 
 
 def _read_report(path: Path, tensors: Mapping[str, TensorPieces]) -> dict[str, Any]:
-    """Return the report of one rank; CheckpointError where it does not fit."""
+    """Return the report of one rank. CheckpointError if it has another form."""
     report = json.loads(read_bytes(path, limit=_LARGEST_TEXT))
     if not is_entry(report["entry"]) or not set(report["pieces"]) <= set(tensors):
         raise CheckpointError(f"{path.name} does not fit the state of rank 0: the ranks save different states")

@@ -1,4 +1,4 @@
-"""Reads and writes safetensors files: a JSON header, then the bytes of the tensors; nothing in them can run.
+"""Reads and writes safetensors files: a JSON header, then the bytes of the tensors. They contain no code.
 
 Format: https://huggingface.co/docs/safetensors (8 bytes header length, header, data without holes, little endian).
 """
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.files import FileReader, FileWriter
 
 MAX_HEADER = 100_000_000
-"""Bytes of a header that any reader of the format accepts."""
+"""Maximum bytes of a header in the format."""
 SPARE_HEADER, ENTRY = 1 << 20, 1 << 10
-"""Bytes that a header may have in any case, and per byte of the tensors; a larger one is not parsed."""
+"""A header is parsed up to `SPARE_HEADER` bytes plus `ENTRY` bytes per byte of tensors."""
 CHUNK = 1 << 24
-"""Bytes that are fetched from a device at a time."""
+"""Bytes per copy from a device."""
 
 _NAMES = {
     "BOOL": "bool",
@@ -49,27 +49,27 @@ _NAMES = {
     "C64": "complex64",
 }
 DTYPES: dict[str, torch.dtype] = {tag: getattr(torch, name) for tag, name in _NAMES.items()}
-"""The format's names of dtypes."""
+"""Dtypes by their names in the format."""
 TAGS: dict[torch.dtype, str] = {dtype: tag for tag, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Contents:
-    """Tensors of one file in the order of its header, and text metadata; read from a file, on the CPU."""
+    """The tensors of one file, in the order of its header, and its metadata."""
 
     tensors: dict[str, Tensor]
     metadata: dict[str, str]
 
 
 def write(target: FileWriter, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> None:
-    """Write `tensors` straight from their memory; one that is not contiguous is copied, one of a device by pieces.
+    """Write `tensors`. Contiguous CPU tensors are written without a copy; others are copied, by pieces from a device.
 
-    Raises CheckpointError for a dtype that the format does not have, naming the tensor.
+    CheckpointError names a tensor whose dtype the format lacks.
     """
     _require_little_endian()
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    header |= dict.fromkeys(tensors)  # in this order, whatever the order of the data is
-    in_file = sorted(tensors, key=lambda name: -tensors[name].element_size())  # so that every tensor is aligned
+    header |= dict.fromkeys(tensors)  # in this order, which differs from the order of the data
+    in_file = sorted(tensors, key=lambda name: -tensors[name].element_size())  # aligns every tensor
     at = 0
     for name in in_file:
         tensor = tensors[name]
@@ -89,10 +89,10 @@ def write(target: FileWriter, tensors: Mapping[str, Tensor], metadata: Mapping[s
 def read(
     source: FileReader, *, fill: bool = True, check: Callable[[Mapping[str, tuple[int, ...]]], None] | None = None
 ) -> Contents:
-    """Read a file into fresh memory; CheckpointError for every header that does not fit the file exactly.
+    """Read a file into new memory. CheckpointError if the header does not fit the file exactly.
 
-    Without `fill` the header alone is read: the tensors have their shapes and dtypes, and no values. `check` is called
-    with the shapes, before any memory is allocated.
+    `fill`: False reads the header alone, and returns tensors without values. `check`: called with the shapes before
+    memory is allocated.
     """
     header, data_size = read_header(source)
     metadata = header.pop("__metadata__", {})
@@ -111,7 +111,7 @@ def read(
 
 
 def read_header(source: FileReader) -> tuple[dict[str, Any], int]:
-    """Return the header, and the bytes of data after it; CheckpointError for a file of another format."""
+    """Return the header, and the number of data bytes after it. CheckpointError for another format."""
     _require_little_endian()
     if source.size < 8:
         raise _defect(source, f"{source.size} bytes are too short for a header")
@@ -136,7 +136,7 @@ def read_header(source: FileReader) -> tuple[dict[str, Any], int]:
 
 @dataclass(frozen=True, slots=True)
 class _Entry:
-    """A tensor in a header: the bytes of the data from the first of the offsets to the second."""
+    """A tensor in a header. `offsets`: start and stop in the bytes of data."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -157,7 +157,7 @@ def _entry(source: FileReader, name: str, fields: Any) -> _Entry:
 
 
 def _are_sizes(value: Any) -> bool:
-    """Return whether `value` is a list of integers that torch can take as sizes."""
+    """Return whether `value` is a list of integers that torch accepts as sizes."""
     return type(value) is list and all(type(n) is int and 0 <= n < 1 << 62 for n in value)
 
 
@@ -187,7 +187,7 @@ def _require_little_endian() -> None:
 
 
 def _other_format(prefix: bytearray) -> str:
-    """Return which file begins with these bytes; only for one that has no header of such a length."""
+    """Return the kind of a file that begins with these bytes and is no safetensors file."""
     reads = "torch.load(path, weights_only=True) reads it"
     if prefix.startswith(b"PK"):
         return f"it is an archive, as torch.save writes: {reads}"

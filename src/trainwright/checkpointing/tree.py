@@ -1,8 +1,8 @@
-"""Converts a tree of state to JSON and named tensors, and back exactly as it was; never by pickle.
+"""Converts a tree of state to JSON and named tensors, and back without loss. Does not use pickle.
 
-A value that JSON lacks is a tagged node, an object with a key that begins with "$": a tuple is `{"$tuple": [...]}`, a
-tensor `{"$tensor": name}`. Memory that several tensors share is stored once, and they share it again afterwards: ties,
-strides and offsets included.
+A value without a JSON type becomes a tagged node, an object with a key that begins with "$": a tuple is
+`{"$tuple": [...]}`, a tensor `{"$tensor": name}`. Memory shared by several tensors is stored once, and shared again
+after loading, with the same strides and offsets.
 """
 
 from __future__ import annotations
@@ -32,24 +32,24 @@ from trainwright.distributed.pieces import Placeholder
 from trainwright.protocols import Stateful, Tree
 
 MAX_DEPTH = 100
-"""Levels of a tree; one that contains itself has more."""
+"""Maximum depth of a tree. A tree that contains itself exceeds it."""
 KINDS = "biufcmMSU"
-"""Kinds of NumPy dtypes that are bytes and nothing else; objects are not."""
+"""Kinds of NumPy dtypes that consist of plain bytes; objects do not."""
 _NUMPY_DTYPE = re.compile(rf"[<>|][{KINDS}]\d+(\[\w+\])?")
-"""`dtype.str` of one of them."""
+"""The form of `dtype.str` for these kinds."""
 _DTYPES = {str(dtype): dtype for dtype in (*DTYPES.values(), torch.complex32, torch.complex128)}
-"""Dtypes of torch by name; those that the file format lacks are stored as bytes."""
+"""torch dtypes by name. Dtypes that safetensors lacks are stored as bytes."""
 DEFECTS = (
     *(AttributeError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError, RecursionError),
     *(MemoryError, CheckpointError),
 )
-"""Errors that data of another form than `flatten` returns can cause in a decoder."""
+"""Errors that a decoder may raise for data that `flatten` did not return."""
 
 
 def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
-    """Return plain JSON data and the tensors that it names, which share memory with the tree's.
+    """Return JSON data, and the tensors that it names. The tensors share memory with those of the tree.
 
-    Raises CheckpointError for a value that would not come back as it was, with its path and the value to store instead.
+    CheckpointError for a value that would not be restored exactly, with its path and the value to store instead.
     """
     encoder = _Encoder()
     jsonable = encoder.node(tree, ())
@@ -57,7 +57,7 @@ def flatten(tree: Tree) -> tuple[Any, dict[str, Tensor]]:
 
 
 def plain_data(tree: Tree) -> tuple[Any, list[str]]:
-    """Return the JSON data of `flatten` with empty nodes for tensors, and their names; the same values are refused."""
+    """Return the JSON data of `flatten` with empty tensor nodes, and the tensors' names. Raises like `flatten`."""
     encoder = _Encoder()
     jsonable = encoder.node(tree, ())
     return jsonable, [*encoder.arrays, *(node.name for node in encoder.tensors)]
@@ -71,23 +71,26 @@ def loads(
     device: Home | None = None,
     find: Callable[[Placeholder], Any] | None = None,
 ) -> Any:
-    """Return the tree that `flatten` was given, from its data as JSON; `tensors` share memory with those of the tree.
+    """Return the tree of `flatten` from its JSON text and its `tensors`, whose memory it shares.
 
-    Tensors that were on an accelerator are moved to `device`, which may be a function of the device's name, such as
-    "cuda:1"; None leaves all on the CPU. `find` returns the tensor of a placeholder. CheckpointError, which names the
-    file `label`, where the text is not one that `flatten` leads to.
+    - `label`: the file, for errors.
+    - `device`: tensors from an accelerator are moved to it. It may be a function of the saved device's name, such as
+      "cuda:1". None leaves all tensors on the CPU.
+    - `find`: returns the tensor of a placeholder.
+
+    CheckpointError if the text is not from `flatten`.
     """
     try:
         return _Decoder(tensors, device, find).value(json.loads(text))
     except torch.OutOfMemoryError:
-        raise  # the device is full, and the checkpoint is not damaged
+        raise  # the device is full; the checkpoint is not damaged
     except DEFECTS as error:
         why = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         raise CheckpointError(f"{label} is damaged: {why}", where=False) from error
 
 
 def tensor_defect(tensor: Tensor) -> str:
-    """Return why a tensor cannot be stored, or an empty string."""
+    """Return why a tensor cannot be saved; empty if it can."""
     if type(tensor) not in (Tensor, Parameter):
         return f"is a {type(tensor).__name__}, and only plain tensors and parameters come back as they were"
     if tensor.is_meta:
@@ -106,7 +109,7 @@ def tensor_defect(tensor: Tensor) -> str:
 
 @dataclass(slots=True, eq=False)
 class _TensorNode:
-    """A tensor of a tree, the name that it is stored under, and its node, which `_store` fills in."""
+    """A tensor of a tree, its name in the file, and its node, which `_store` fills in."""
 
     name: str
     tensor: Tensor
@@ -115,13 +118,13 @@ class _TensorNode:
 
 @dataclass(slots=True, eq=False)
 class _Encoder:
-    """Converts values to nodes, and collects the tensors on the way."""
+    """Converts values to nodes, and collects their tensors."""
 
     tensors: list[_TensorNode] = field(default_factory=list)
     arrays: dict[str, Tensor] = field(default_factory=dict)
     names: set[str] = field(default_factory=lambda: {"__metadata__"})
     array_nodes: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Nodes of arrays, by the identity of the array."""
+    """Nodes of arrays, by the id of the array."""
 
     def node(self, value: Any, keys: Keys) -> Any:
         if len(keys) > MAX_DEPTH:
@@ -178,7 +181,7 @@ class _Encoder:
             raise _refused(keys, f"is an array of {value.dtype}", fix="an array of numbers, or .tolist() of it")
         if id(value) not in self.array_nodes:
             name, order = self.name(keys), "F" if value.flags.fnc else "C"
-            flat = np.require(value.reshape(-1, order=order), requirements=["C", "W"])  # a copy where it has to be one
+            flat = np.require(value.reshape(-1, order=order), requirements=["C", "W"])  # a copy only if necessary
             self.arrays[name] = torch.from_numpy(flat.view(np.uint8))
             node = {"$array": name, "dtype": value.dtype.str, "shape": list(value.shape), "order": order}
             self.array_nodes[id(value)] = node
@@ -193,7 +196,7 @@ class _Encoder:
         raise _refused(keys, f"is a {_kind(value)}", fix=_cure(value))
 
     def name(self, keys: Keys) -> str:
-        """Return a name for a tensor that no other has, and that every reader of the file can decode."""
+        """Return a unique name for a tensor that every reader of safetensors can decode."""
         path = ".".join(str(key) for key in keys).encode("utf-8", "backslashreplace").decode() or "tree"
         name, n = path, 1
         while name in self.names:
@@ -226,7 +229,7 @@ _ENCODERS: dict[type, Callable[[_Encoder, Any, Keys], Any]] = {
 
 
 def _store(nodes: list[_TensorNode]) -> dict[str, Tensor]:
-    """Fill in the node of every tensor; return the tensors to write: each region of memory once, not copied."""
+    """Fill in the node of every tensor; return the tensors to write: each region of memory once, without a copy."""
     storages: dict[Any, list[_TensorNode]] = {}
     for node in nodes:
         storages.setdefault(_storage(node.tensor), []).append(node)
@@ -238,7 +241,7 @@ def _store(nodes: list[_TensorNode]) -> dict[str, Tensor]:
 
 
 def _store_cluster(cluster: list[_TensorNode]) -> Tensor:
-    """Store a tensor with its own shape, so that any reader of the file can use it; or memory that several share."""
+    """Return the stored tensor of a cluster: a single tensor in its own shape, or the memory shared by several."""
     name, tensor = cluster[0].name, cluster[0].tensor
     layout = _own_layout(tensor)
     if layout is None or len({_layout(sharer.tensor) for sharer in cluster}) > 1:
@@ -249,7 +252,7 @@ def _store_cluster(cluster: list[_TensorNode]) -> Tensor:
 
 
 def _clusters(nodes: list[_TensorNode]) -> list[list[_TensorNode]]:
-    """Group tensors of one storage: those whose memory overlaps, and those that are equal in place and form."""
+    """Group tensors of one storage by overlapping memory, and by equal place and layout."""
     clusters: list[list[_TensorNode]] = []
     end = 0
     for node in sorted(nodes, key=lambda node: _extent(node.tensor)):
@@ -264,7 +267,7 @@ def _clusters(nodes: list[_TensorNode]) -> list[list[_TensorNode]]:
 
 
 def _own_layout(tensor: Tensor) -> dict[str, Any] | None:
-    """Return the fields for a tensor that is stored by itself; None where its memory is stored as it is."""
+    """Return the layout fields of a tensor that is stored alone; None if its memory must be stored as a region."""
     is_native = tensor.dtype in TAGS
     if is_native and tensor.stride() == torch.empty(tensor.shape, device="meta").stride():
         return {}
@@ -272,13 +275,13 @@ def _own_layout(tensor: Tensor) -> dict[str, Any] | None:
 
 
 def _has_gaps(tensor: Tensor) -> bool:
-    """Return whether a tensor has fewer elements than there is memory from the first of them to the last."""
+    """Return whether the memory between the first and the last element of a tensor has gaps."""
     start, stop = _extent(tensor)
     return stop - start > tensor.numel() * tensor.element_size()
 
 
 def _store_region(name: str, cluster: list[_TensorNode]) -> Tensor:
-    """Store the region of memory that tensors share, in their dtype or as bytes; each of them is a view of it."""
+    """Return the memory region shared by tensors, in their dtype or as bytes. Each tensor is a view of it."""
     first = cluster[0].tensor.detach()
     width = max(sharer.tensor.element_size() for sharer in cluster)
     start = min(_extent(sharer.tensor)[0] for sharer in cluster) // width * width
@@ -306,18 +309,18 @@ def _flags(tensor: Tensor) -> dict[str, Any]:
 
 
 def _storage(tensor: Tensor) -> tuple[str, int, int]:
-    """Return a key that tensors have in common where they share memory; an empty one shares it with itself alone."""
+    """Return a key that is equal for tensors of one storage; an empty tensor has a key of its own."""
     storage = tensor.untyped_storage()
     return str(tensor.device), storage.data_ptr() or -id(tensor), storage.nbytes()
 
 
 def _layout(tensor: Tensor) -> Any:
-    """Return the place of a tensor in its storage, and its form."""
+    """Return the place of a tensor in its storage, and its layout."""
     return tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride()
 
 
 def _extent(tensor: Tensor) -> tuple[int, int]:
-    """Return the first byte of a tensor in its storage, and the end of its last one."""
+    """Return the byte range (start, stop) of a tensor in its storage."""
     width = tensor.element_size()
     start = int(tensor.storage_offset()) * width
     if not tensor.numel():
@@ -331,13 +334,13 @@ def _extent(tensor: Tensor) -> tuple[int, int]:
 
 @dataclass(slots=True, eq=False)
 class _Decoder:
-    """Converts nodes to values; equal nodes of tensors and arrays give one and the same object."""
+    """Converts nodes to values. Equal nodes of tensors and arrays give the same object."""
 
     tensors: Mapping[str, Tensor]
     device: Home | None
     find: Callable[[Placeholder], Any] | None
     on_device: dict[str, Tensor] = field(default_factory=dict)
-    """Tensors of the file that were moved, by name."""
+    """Moved tensors of the file, by name."""
     values: dict[str, Any] = field(default_factory=dict)
     """Values of tensors and arrays, by the text of their node."""
 
@@ -379,14 +382,14 @@ class _Decoder:
         return self.moved(value, node) if isinstance(value, Tensor) and "device" in node else value
 
     def on_its_device(self, node: dict[str, Any]) -> Tensor:
-        """Return a tensor of the file, moved once for all nodes that share its memory."""
+        """Return a tensor of the file on its device; moved once for all nodes that share its memory."""
         name = node["$tensor"]
         if name not in self.on_device:
             self.on_device[name] = self.moved(self.tensors[name], node)
         return self.on_device[name]
 
     def moved(self, tensor: Tensor, node: dict[str, Any]) -> Tensor:
-        """Move a tensor that was on an accelerator to the device for it now."""
+        """Move a tensor that was on an accelerator to its new device."""
         if self.device is None:
             return tensor
         return tensor.to(self.device if isinstance(self.device, torch.device) else self.device(node["device"]))
@@ -416,7 +419,7 @@ _DECODERS: dict[str, Callable[[_Decoder, dict[str, Any]], Any]] = {
 
 
 def _restore(node: Mapping[str, Any], stored: Tensor) -> Tensor:
-    """Return the tensor of a node, a view of `stored` wherever it was one."""
+    """Return the tensor of a node; a view of `stored` if it was saved as a view."""
     tensor = stored.detach()
     if not node.keys().isdisjoint(("offset", "dtype", "stride")):
         tensor = _laid_out(tensor, node)
@@ -426,7 +429,7 @@ def _restore(node: Mapping[str, Any], stored: Tensor) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, node: Mapping[str, Any]) -> Tensor:
-    """Return a stored tensor in the dtype and the layout of a node."""
+    """Return a stored tensor in the dtype and layout of a node."""
     dtype = _DTYPES[node["dtype"]] if "dtype" in node else tensor.dtype
     if "offset" in node:
         flat = _as_dtype(tensor, dtype)
@@ -439,13 +442,13 @@ def _laid_out(tensor: Tensor, node: Mapping[str, Any]) -> Tensor:
 
 
 def _as_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """View memory in one dimension and another dtype; bytes at the end that fill no item are dropped."""
+    """View memory as one dimension of another dtype; drop incomplete bytes at the end."""
     flat = tensor.reshape(-1).view(torch.uint8)
     return flat[: flat.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
 
 
 def _numpy_dtype(text: str) -> np.dtype[Any]:
-    """Return a dtype of plain bytes; any other (objects are pointers) is refused."""
+    """Return a dtype of plain bytes. Refuses any other: objects are pointers."""
     if type(text) is not str or not _NUMPY_DTYPE.fullmatch(text):
         raise CheckpointError(f"a tree holds an array of dtype {text!r}, which is never written")
     return np.dtype(text)

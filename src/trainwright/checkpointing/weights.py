@@ -1,4 +1,4 @@
-"""Writes the weights of a model to one safetensors file, tied tensors once, and loads them into a model."""
+"""Writes the weights of a model to one safetensors file, with tied tensors stored once, and loads them into a model."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ from trainwright.distributed.pieces import LazyTensor
 from trainwright.modules.dtensors import copy_into, is_sharded, local_shards, on_all_ranks
 
 TIED, EXTRA, VERSIONS = "trainwright.tied", "trainwright.extra", "trainwright.versions"
-"""Keys of the file's metadata: other names of tied tensors, extra state that is no tensor, versions of modules."""
+"""Keys of the file's metadata: further names of tied tensors, extra state without tensors, module versions."""
 FROZEN, SAMPLE = "trainwright.frozen", 64
-"""The key of the frozen weights that were left out, and the elements of each of them that are compared."""
+"""The metadata key of omitted frozen weights, and the number of elements of each that are compared."""
 LISTED = 10
-"""The most names that an error lists."""
+"""Maximum number of names in an error."""
 
 
 class PartialWeights(OrderedDict[str, Any]):
     """A state dict without the frozen weights, of `Checkpoint(trainable_only=True)`."""
 
     frozen: Mapping[str, str] = {}
-    """The names of the weights that were left out, each with its fingerprint."""
+    """Name -> fingerprint of the omitted frozen weights."""
 
 
 def without_frozen(state: Mapping[str, Any], frozen: Collection[str]) -> PartialWeights:
-    """Return a state dict without the tensors of these names, with their fingerprints."""
+    """Return a state dict without the tensors of these names, but with their fingerprints."""
     partial_weights = PartialWeights({name: value for name, value in state.items() if name not in frozen})
     partial_weights.frozen = {name: _fingerprint(state[name]) for name in state if name in frozen}
     set_versions(partial_weights, versions_of(state))
@@ -46,9 +46,9 @@ def without_frozen(state: Mapping[str, Any], frozen: Collection[str]) -> Partial
 
 
 def completed(weights: PartialWeights, model: nn.Module, *, source: str) -> tuple[OrderedDict[str, Any], list[str]]:
-    """Return the weights with the frozen ones of the model, and the names of those that differ from the saved run's.
+    """Return the weights, completed by the model's frozen ones, and the names of those that differ from the saved run.
 
-    CheckpointError where the model lacks a weight that was left out.
+    CheckpointError if the model lacks an omitted weight.
     """
     have = model.state_dict()
     missing = [name for name in weights.frozen if not isinstance(have.get(name), Tensor)]
@@ -64,13 +64,13 @@ def completed(weights: PartialWeights, model: nn.Module, *, source: str) -> tupl
 
 
 def other_frozen(names: Sequence[str], *, source: str) -> str:
-    """Return the line on frozen weights that are not those of the run that saved the trainable ones."""
+    """Return the message on frozen weights that differ from those of the saved run."""
     several = f"{len(names)} frozen weights differ" if len(names) > 1 else "a frozen weight differs"
     return f"{source} holds the trainable weights alone, and {several} from those of its run: {listed(names, 5)}"
 
 
 def _fingerprint(tensor: Tensor) -> str:
-    """Return dtype, shape and a checksum of evenly spaced elements of a tensor."""
+    """Return dtype, shape and a checksum of `SAMPLE` evenly spaced elements of a tensor, as text."""
     if is_sharded(tensor):
         return ""
     flat = tensor.detach().reshape(-1)
@@ -79,9 +79,9 @@ def _fingerprint(tensor: Tensor) -> str:
 
 
 def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
-    """Write a `state_dict` to one safetensors file that is complete or absent; tied tensors are stored once.
+    """Write a `state_dict` to one safetensors file. The file is complete or absent; tied tensors are stored once.
 
-    The file is readable by its owner alone. Missing parent directories are made.
+    Only the owner can read the file. Missing parent directories are created.
 
     Args:
         path: The file.
@@ -101,7 +101,7 @@ def save_weights(path: str | Path, state_dict: Mapping[str, Any]) -> None:
 
 
 def weights_contents(state: Mapping[str, Any]) -> tensorfile.Contents:
-    """Return the file of a module's `state_dict`, nothing copied; CheckpointError for a value that cannot be stored."""
+    """Return the file of a `state_dict`, without a copy. CheckpointError names a value that cannot be saved."""
     tensors = {name: value for name, value in state.items() if isinstance(value, Tensor)}
     for name, tensor in tensors.items():
         _check_storable(name, tensor)
@@ -128,13 +128,13 @@ def _check_storable(name: str, tensor: Tensor) -> None:
 
 
 def _expanded(tensor: Tensor) -> str:
-    """Return the defect of an expanded tensor: torch copies into no tensor whose elements share their memory."""
+    """Return the defect of an expanded tensor. torch cannot copy into it: its elements share memory."""
     shares = any(size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return "is expanded, so that several of its elements share their memory; store .clone() of it" if shares else ""
 
 
 def _extra_text(extra: Mapping[str, Any]) -> str:
-    """Return extra state that is no tensor as JSON."""
+    """Return extra state without tensors as JSON."""
     plain, nested = plain_data({"model": dict(extra)})
     if nested:
         what = f"the model's extra state holds a tensor inside another value: {nested[0]}"
@@ -143,10 +143,10 @@ def _extra_text(extra: Mapping[str, Any]) -> str:
 
 
 def read_weights(file: FileReader, *, fill: bool = True, model: nn.Module | None = None) -> OrderedDict[str, Any]:
-    """Return the `state_dict` in a file of weights, on the CPU; files of other writers are read too.
+    """Return the `state_dict` in a file of weights, on the CPU. Reads files of other writers too.
 
-    Without `fill` its tensors have no values. `model`: CheckpointError if a shape is not that of this model, before the
-    tensors are read.
+    `fill`: False returns tensors without values. `model`: CheckpointError, before the tensors are read, if a shape
+    differs from that of this model.
     """
     check = None if model is None else partial(_check_shapes, model, file.label)
     contents = tensorfile.read(file, fill=fill, check=check)
@@ -173,13 +173,13 @@ def _read_frozen(text: str) -> dict[str, str]:
 
 
 def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> None:
-    """Load weights into a model of exactly those names and shapes; otherwise name the differences and change nothing.
+    """Load weights into a model. CheckpointError, and no change, if names or shapes differ.
 
-    For a sharded model every rank calls this with the same complete weights, and loads its shard.
+    For a sharded model every rank passes the same complete weights, and loads its shard.
     """
     have = model.state_dict()
     empty = [name for name, tensor in have.items() if isinstance(tensor, Tensor) and tensor.is_meta]
-    if empty:  # torch copies into them without an error, and nothing is loaded
+    if empty:  # torch would copy into meta tensors without an error, and load nothing
         what = f"{source} cannot be loaded: {listed(empty, LISTED)} of this {type(model).__name__} have no data"
         fix = 'model.to_empty(device="cpu") before load_weights(path, model)'
         raise SettingError(what, have="tensors on the meta device", fix=fix)
@@ -209,7 +209,7 @@ def load_into(model: nn.Module, weights: Mapping[str, Any], *, source: str) -> N
 
 
 def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the other names of a model's tied tensors; shards are compared by parameter: one may be empty."""
+    """Return further name -> first name of a model's tied tensors. Sharded ones are compared by parameter."""
     plain = {name: tensor for name, tensor in tensors.items() if not is_sharded(tensor)}
     ties = _ties(plain)
     first: dict[int, str] = {}
@@ -220,7 +220,7 @@ def _ties_of(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the other names of tied tensors, each with the first name."""
+    """Return further name -> first name of tied tensors."""
     first: dict[Any, str] = {}
     ties = {}
     for name, tensor in tensors.items():
@@ -231,7 +231,7 @@ def _ties(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
 
 def _complete_ties(have: Mapping[str, Tensor], given: dict[str, Any], *, ties: Mapping[str, str]) -> list[str]:
-    """Complete the given weights by all names of tied tensors; return ties whose given values differ."""
+    """Add missing names of tied tensors to the given weights; return ties with differing given values."""
     groups: dict[str, list[str]] = {}
     for name in have:
         groups.setdefault(ties.get(name, name), []).append(name)
@@ -249,17 +249,17 @@ def _equal(first: Any, second: Any) -> bool:
 
 
 def _same_bytes(first: Tensor, second: Tensor) -> bool:
-    """Return whether two tensors have the same bytes; a NaN equals itself."""
+    """Return whether two tensors have equal bytes; NaN equals itself."""
     if first.dtype != second.dtype or first.shape != second.shape:
         return False
-    if is_sharded(first) and is_sharded(second):  # one answer on all ranks, which load or refuse together
+    if is_sharded(first) and is_sharded(second):  # the same answer on all ranks, which load or refuse together
         return on_all_ranks(_same_bytes(*local_shards([first, second])), [first])
     raw = [tensor.detach().contiguous().reshape(-1).view(torch.uint8) for tensor in (first, second)]
     return torch.equal(*raw)
 
 
 def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise CheckpointError if tensors of a file have other shapes than those of the model."""
+    """Raise CheckpointError if tensors of a file differ in shape from those of the model."""
     have = model.state_dict()
     tensors = {name: value for name, value in have.items() if isinstance(value, Tensor)}
     given = {name: torch.empty(shape, device="meta") for name, shape in shapes.items() if name in have}
@@ -276,13 +276,13 @@ def _check_shapes(model: nn.Module, source: str, shapes: Mapping[str, tuple[int,
 
 
 def _misfit(model: nn.Module, source: str, lines: Mapping[str, list[str]]) -> CheckpointError:
-    """Return the error that names the tensors of a file that do not fit a model."""
+    """Return the error that lists the tensors of a file that do not fit a model."""
     text = "\n".join(f"  {label:<9}{listed(names, LISTED)}" for label, names in lines.items() if names)
     return CheckpointError(f"{source} does not fit this {type(model).__name__}; nothing was loaded\n{text}", where=True)
 
 
 def shape_difference(name: str, given: Any, have: Any) -> str:
-    """Return the difference between the shapes of a value and of the model's tensor in words; empty if none."""
+    """Return text on the difference in shape between a given value and the model's tensor; empty if none."""
     if not isinstance(have, Tensor) or nn.parameter.is_lazy(have):
         return ""
     if not isinstance(given, Tensor | LazyTensor):
