@@ -1,20 +1,26 @@
-"""Makes a run faster without changing a result: which settings do so, and how they are applied and undone.
+"""Makes a run faster without a change of its mathematics.
 
 Files in reading order:
-`fast.py`: `Fast`, the settings.
-`switches.py`: applies the settings when a run begins, undoes them at its end, and names the path of its updates; the
-layout of convolutions, and cuDNN's choice of algorithms by timing.
-`compilation.py`: compiles regions of a model in place.
-`device_dataset.py`: data in memory, copied to the accelerator for the length of a run.
-`transfer.py`: copies batches to the accelerator while the step before computes.
-`oom.py`: runs a window again in smaller micro-batches when memory runs out.
 
-By default on CUDA: batches are copied ahead (`transfer`; not with a `to_device` of the user's own); optimizers that
-the Trainer makes have fused kernels, cuDNN times its convolutions, and weights are channels-last under bf16 or fp16
-(`Fast(defaults=False)` turns these off); data in memory is copied to the device if it takes at most a quarter of the
-free memory (`Fast(device_data=False)`); checks are read later (`update/deferred_check.py::why_immediate` has the
-reasons against). On the CPU: fused kernels. Never by default: autocast, TF32, compiling.
+- `fast.py`: `Fast`, the settings.
+- `switches.py`: applies the settings at the start of a run, and undoes them at its end; channels-last layout, cuDNN
+  benchmark mode, the description of the update path.
+- `compilation.py`: compiles regions of a model in place.
+- `device_dataset.py`: copies in-memory data to the accelerator for the duration of a run.
+- `transfer.py`: copies batches to the accelerator while the previous step computes.
+- `oom.py`: repeats a window in smaller micro-batches when memory runs out.
 
-Promises: results are those of the plain path, but for the order of floating-point additions; after `fit` every module
-and every switch of torch is as before. The CUDA paths have not run on a GPU yet.
+Defaults on CUDA:
+
+- batches are copied ahead (`transfer`), unless the user overrides `to_device`;
+- fused kernels for optimizers built by the Trainer, cuDNN benchmark mode, and channels-last weights under bf16 or fp16;
+  `Fast(defaults=False)` turns these off;
+- in-memory data is copied to the device if it takes at most a quarter of the free memory; `Fast(device_data=False)`
+  turns this off;
+- finite checks are deferred (`update/deferred_check.py::why_immediate` lists the exceptions).
+
+Default on the CPU: fused kernels. Never by default: autocast, TF32, compilation.
+
+Promises: results equal those of the plain path up to the order of floating-point additions. After `fit`, all modules
+and all switches of torch are restored. `docs/platforms.md` lists the platforms that were tested.
 """

@@ -1,7 +1,4 @@
-"""Compile regions of a model in place inside a context, and record the graphs, recompilations and graph breaks.
-
-Not run on a GPU yet.
-"""
+"""Compiles regions of a model in place inside a context; records graphs, recompilations and graph breaks."""
 
 from __future__ import annotations
 
@@ -33,16 +30,16 @@ from trainwright.core.trees import tensors_in
 from trainwright.modules.matching import outermost, repeated_blocks
 
 LIMIT = 64
-"""How often torch may recompile one function. Its default of 8 is used up by eight blocks, and modes need more."""
+"""Maximum recompilations per function. torch's default of 8 suffices for eight blocks in one mode."""
 STATIC = 3
-"""Shapes with a static graph each, in each mode; further shapes share one dynamic graph."""
+"""Number of shapes, per mode, with a static graph each. Further shapes share one dynamic graph."""
 
 Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(slots=True)
 class Compiled:
-    """What was compiled in one run."""
+    """The compilations of one run."""
 
     what: str
     """The regions and the backend, as text."""
@@ -53,10 +50,10 @@ class Compiled:
     breaks: Counter[str] = field(default_factory=Counter)
     """Graph breaks, by reason."""
     short: int = 0
-    """Calls with fewer rows than were compiled for, which ran uncompiled."""
+    """Uncompiled calls, with fewer rows than the compiled shapes."""
 
     def __str__(self) -> str:
-        """Return one line: the counts, and the most frequent reasons."""
+        """Return one line with the counts and the most frequent reasons."""
         parts = [f"{self.what}: {_many(self.graphs, 'graph')} in {self.seconds:.1f}s"]
         for counted, name in ((self.again, "compiled again"), (self.breaks, "graph breaks")):
             if counted:
@@ -76,14 +73,16 @@ def compiled(
     is_short: Callable[[], bool] = lambda: False,
     looks_on: type[Any] | None = None,
 ) -> Iterator[Compiled]:
-    """Compile inside; afterwards every module is called as before, also on an error.
+    """Context in which regions of `model` are compiled. Restores all modules at the end, also after an error.
 
-    `regions`: "regional" (the blocks that the model repeats, or all of it), "full", or classes. `options` go to
-    `torch.compile`. A call with fewer rows than earlier ones, as for the last batch of an epoch, runs uncompiled;
-    `is_short` returns whether the first call is such a one. `looks_on`: a class of torch function modes that only
-    observe, and count in `seen` the calls that they have observed. Under such a mode, regions in which it observes a
-    call run uncompiled; the others are compiled without it.
-    SettingError where a module is compiled already, or no module is of the classes.
+    - `regions`: "regional" (the repeated blocks of the model, or the model), "full", or module classes.
+    - `options`: arguments of `torch.compile`.
+    - `is_short`: returns whether the first call has fewer rows than later ones. Calls with fewer rows than earlier
+      ones, such as the last batch of an epoch, run uncompiled.
+    - `looks_on`: a class of torch function modes that observe calls, and count them in `seen`. Under such a mode,
+      regions with observed calls run uncompiled; the others are compiled without the mode.
+
+    SettingError if a module is compiled already, or if no module is of the classes.
     """
     _refuse_compiled(model)
     chosen = find_regions(model, regions)
@@ -100,7 +99,7 @@ def compiled(
 
 
 def find_regions(model: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> list[nn.Module]:
-    """Return the modules to compile, none inside another: of repeated classes, of the given ones, or the model."""
+    """Return the modules to compile, none inside another: of repeated classes, of given classes, or the model."""
     if wanted == "full":
         return [model]
     if isinstance(wanted, str):
@@ -114,7 +113,7 @@ def find_regions(model: nn.Module, wanted: str | Sequence[type[nn.Module]]) -> l
 
 
 class _Call:
-    """Takes the place of a module's compiled call, and chooses for each call: a graph, or the plain forward."""
+    """Replaces the compiled call of a module; chooses a graph or the plain forward for each call."""
 
     def __init__(
         self,
@@ -129,16 +128,16 @@ class _Call:
         self._plain = plain_call(module)
         self._is_short, self._looks_on = is_short, looks_on
         self._chooses = "dynamic" not in options
-        """Whether the first shapes get static graphs; otherwise the user's `dynamic` decides."""
+        """Whether the first shapes get static graphs; False if the user passes `dynamic`."""
         self._compiled = self._compile(**({"dynamic": False} if self._chooses else {}))
         self._free: Callable[..., Any] | None = None
         """The call with a dynamic graph."""
         self._modes: dict[tuple[bool, bool], _Mode] = {}
         self._shows: bool | None = None
-        """Whether a mode of class `looks_on` observes a call inside; None before the first try."""
+        """Whether a mode of class `looks_on` observes a call inside; None if unknown."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # the user has compiled code around this module
+        if torch.compiler.is_compiling():  # inside code compiled by the user
             return self._plain(*args, **kwargs)
         key, shapes = (self._module.training, torch.is_grad_enabled()), _shapes(args, kwargs)
         mode = self._modes.get(key)
@@ -152,7 +151,7 @@ class _Call:
                 self._log.record.short += 1
                 return self._plain(*args, **kwargs)
             call = mode.known[shapes] = self._choose(mode)
-            with warnings.catch_warnings():  # torch reads all attributes of the arguments of a region
+            with warnings.catch_warnings():  # torch reads all attributes of the arguments, deprecated ones too
                 warnings.filterwarnings("ignore", message="The .grad attribute of a Tensor that is not a leaf")
                 return self._run(call, args, kwargs)
         return self._run(call, args, kwargs)
@@ -182,7 +181,7 @@ class _Call:
         looks_on, log = self._looks_on, self._log
         mode = None if looks_on is None else function_mode()
         if looks_on is not None and mode is not None and isinstance(mode, looks_on):
-            if self._shows is not False:  # uncompiled the first time, and always where it observes a call
+            if self._shows is not False:  # the first time, and always if the mode observes a call
                 before, output = mode.seen, self._plain(*args, **kwargs)
                 self._shows = self._shows or mode.seen > before
                 return output
@@ -200,14 +199,14 @@ class _Call:
         finally:
             if log.graphs != before:
                 log.note(log.graphs - before)
-        # The user's own error, raised while the graph was traced: raise it as it is without a compiler.
+        # An error of user code during tracing: raise it as without a compiler.
         self._plain(*args, **kwargs)
         raise failed
 
 
 @dataclass(slots=True)
 class _Mode:
-    """The calls of one region in one mode: training or not, with gradients or not."""
+    """The calls of one region in one mode (training or not, with gradients or not)."""
 
     known: dict[Shapes, Callable[..., Any]] = field(default_factory=dict)
     calls: int = 0
@@ -215,7 +214,7 @@ class _Mode:
 
 
 class _Log:
-    """Records what torch compiles while regions are called."""
+    """Records compilations during calls of regions."""
 
     def __init__(self, record: Compiled) -> None:
         self.record, self._torch = record, dynamo_utils()
@@ -230,7 +229,7 @@ class _Log:
         return made
 
     def note(self, made: int) -> None:
-        """Record `made` new graphs, with torch's metrics of them."""
+        """Record `made` new graphs with torch's compilation metrics."""
         record, breaks = self.record, Counter(self._torch.counters["graph_break"])
         record.graphs += made
         for reason, n in (breaks - self._breaks).items():
@@ -256,7 +255,7 @@ def _shapes(args: Any, kwargs: Any) -> Shapes:
 
 
 def _has_fewer_rows(shapes: Shapes, known: Shapes) -> bool:
-    """Return whether the shapes differ from known ones only by a smaller number of rows."""
+    """Return whether the shapes differ from known ones only by fewer rows."""
     if len(shapes) != len(known) or not shapes or not shapes[0] or not known[0]:
         return False
     rows, before = shapes[0][0], known[0][0]
@@ -290,7 +289,7 @@ def _backend(options: dict[str, Any]) -> str:
 
 
 def _first_line(reason: str) -> str:
-    """Return a reason without the number of the graph, the line of code and the stack."""
+    """Return a reason without graph number, line of code and stack."""
     line = reason.split("\n", 1)[0].split("  #", 1)[0].strip()
     return line.split(": ", 1)[1] if line.split(": ", 1)[0].replace("/", "").isdigit() else line
 

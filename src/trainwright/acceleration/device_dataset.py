@@ -1,7 +1,4 @@
-"""Copies data in memory to the accelerator for the length of a run, where they fit.
-
-Not run on a GPU yet: tests copy to the meta device.
-"""
+"""Copies in-memory data to the accelerator for the duration of a run, if they fit."""
 
 from __future__ import annotations
 
@@ -18,14 +15,14 @@ from trainwright.observers.table import byte_size
 from trainwright.update.trainer_like import TrainerLike
 
 AUTO_MEMORY_FRACTION = 0.25
-"""The share of the device's free memory that data may take with "auto": the need of the run is not known yet."""
+"""Maximum share of the free device memory for data with "auto": the need of the run is unknown at that time."""
 
 
 def place_data(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
-    """Copy data to the device as `Fast(device_data=...)` says, until `undo` is closed; return lines for the header.
+    """Copy data to the device by `Fast(device_data=...)`, until `undo` is closed; return header lines.
 
     "auto": as many data sets as fit into `AUTO_MEMORY_FRACTION` of the free memory of a CUDA device, training data
-    first; none if hooks of the user read batches on the host. True: all data in memory; SettingError where they do not
+    first; none if hooks of the user read batches on the host. True: all in-memory data; SettingError if they do not
     fit.
     """
     wanted = trainer.fast.device_data
@@ -45,7 +42,7 @@ def _moves_by_default(trainer: TrainerLike) -> bool:
 
 
 def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitStack) -> Iterator[str]:
-    """Copy the data that fit; yield a line on those that do not, and one on those that do."""
+    """Copy the data that fit; yield a header line on the data left on the host, and one on the copied data."""
     device, free, asked = trainer.device, free_memory(trainer.device), trainer.fast.device_data is True
     left = None if free is None else int((1.0 if asked else AUTO_MEMORY_FRACTION) * free)
     placed, taken = [], 0
@@ -67,12 +64,12 @@ def _placed(trainer: TrainerLike, sizes: dict[str, tuple[Any, int]], undo: ExitS
 
 
 def free_memory(device: torch.device) -> int | None:
-    """Return the free bytes of a device, torch's cached blocks included; None where that is unknown."""
+    """Return the free bytes of a device, with torch's cached blocks; None if unknown."""
     return available_memory(device) if device.type == "cuda" else None
 
 
 def _sizes(trainer: TrainerLike, sources: Mapping[str, Any]) -> dict[str, tuple[Any, int]]:
-    """Return the sources that can be copied, each with its bytes; a source with two names once."""
+    """Return name -> (source, bytes) of the sources that can be copied. A source with two names occurs once."""
     found: dict[str, tuple[Any, int]] = {}
     for name, source in sources.items():
         size = source.bytes_on(trainer.device)
@@ -82,7 +79,7 @@ def _sizes(trainer: TrainerLike, sources: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _in_hand(trainer: TrainerLike, source: Any, size: int) -> int:
-    """Return the bytes of the micro-batches of a window, which are gathered together."""
+    """Return the bytes of the micro-batches of one window, which exist at the same time."""
     together = max(number for _, number in trainer.accumulate)
     return size * min(together * (source.batch_size or 0), source.rows or 0) // max(source.rows or 1, 1)
 

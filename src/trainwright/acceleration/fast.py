@@ -1,4 +1,4 @@
-"""`Fast(...)`: what may make a run faster; results differ at most by the order of floating-point additions."""
+"""`Fast(...)`: settings for speed. Results differ at most by the order of floating-point additions."""
 
 from __future__ import annotations
 
@@ -16,28 +16,29 @@ from trainwright.core.suggestions import did_you_mean, suggests
 from trainwright.modules.matching import module_classes
 
 KEYS = ("backend", "dynamic", "fullgraph", "mode", "options", "regions")
-"""Keys that a dict for `compile` may hold: those of `torch.compile`, and `regions`."""
+"""Valid keys of a dict for `compile`: arguments of `torch.compile`, and `regions`."""
 _GRAPHED = ("cudagraphs", "max-autotune", "reduce-overhead")
-"""A backend and modes of torch that replay CUDA graphs of each region: the next replay overwrites their outputs."""
+"""A backend and modes of torch with CUDA graphs per region. Each replay overwrites the outputs of the last one."""
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
 class Fast:
-    """Settings that may make a run faster: they change its time, not its mathematics.
+    """Settings that may make a run faster. They change its time, not its mathematics.
 
-    The CUDA paths have not run on a GPU yet.
+    `docs/platforms.md` lists the platforms on which they were tested.
 
     Args:
-        compile: "regional" compiles the blocks that a model repeats, or the model if it repeats none; "full" compiles
-            the model. A dict goes to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`, `options`), except for
-            its key `"regions"`: "regional", "full" or module classes. None compiles nothing.
-        channels_last: "auto" uses this memory layout for convolutional models on CUDA under bf16 or fp16; True on any
-            device.
-        device_data: "auto" copies data in memory to a CUDA device where they take at most a quarter of its free memory.
-            True copies them to the device of the run, or refuses. False leaves them on the host.
-        defaults: False switches off the defaults: fused optimizers where the trainer makes them, "auto" of
-            `channels_last`, and cuDNN's choice by timing.
+        compile: "regional" compiles the repeated blocks of a model, or the model if no block repeats. "full" compiles
+            the model. A dict passes arguments to `torch.compile` (`backend`, `dynamic`, `fullgraph`, `mode`,
+            `options`); its key `"regions"` is "regional", "full" or module classes. None compiles nothing.
+        channels_last: "auto" uses this memory layout for convolutional models on CUDA under bf16 or fp16. True uses it
+            on every device, False on none.
+        device_data: "auto" copies in-memory data to a CUDA device if they take at most a quarter of its free memory.
+            True copies them to the device of the run, and raises SettingError if they do not fit. False leaves them on
+            the host.
+        defaults: False turns off the defaults: fused kernels of optimizers built by the trainer, "auto" of
+            `channels_last`, and cuDNN benchmark mode.
     """
 
     _: KW_ONLY
@@ -56,7 +57,7 @@ class Fast:
 
     @property
     def regions(self) -> str | tuple[type[nn.Module], ...]:
-        """What is compiled: "regional", "full", or the instances of these classes."""
+        """The compiled regions: "regional", "full", or module classes."""
         if isinstance(self.compile, str):
             return self.compile
         wanted: Any = "regional" if self.compile is None else self.compile.get("regions", "regional")
@@ -110,7 +111,7 @@ def _check_regions(setting: dict[str, Any]) -> None:
 
 
 def _check_backend(setting: dict[str, Any]) -> None:
-    """Refuse a backend that torch does not know, and a mode beside options, before anything is compiled."""
+    """Refuse an unknown backend, and a mode together with options."""
     backend = setting.get("backend", "inductor")
     if isinstance(backend, str):
         known = torch.compiler.list_backends(exclude_tags=())

@@ -1,8 +1,8 @@
-"""Runs a window again in smaller micro-batches where memory runs out: the same rows, and so the same update.
+"""Repeats a window in smaller micro-batches when memory runs out: the same rows, and thus the same update.
 
-Before the second try everything that the failed one may have changed is restored: random states, buffers,
-`trainer.state`, gradients, numbers. After the start of an optimizer's step nothing is tried again: weights may
-have changed. Not run on a GPU yet: tests raise the errors of CUDA on a CPU.
+Before the repetition, all that the failed attempt may have changed is restored: random states, buffers,
+`trainer.state`, gradients, logged numbers. After the start of an optimizer step a window is not repeated, since weights
+may have changed.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 
 class SplitSummary(NamedTuple):
-    """What a finished run has split."""
+    """The splits of a finished run."""
 
     split: str
 
@@ -45,9 +45,9 @@ class SplitSummary(NamedTuple):
 
 
 class WindowSplitter:
-    """Makes updates with the trainer's `update`, in smaller micro-batches where memory runs out.
+    """Makes updates with the trainer's `update`, in smaller micro-batches after memory has run out.
 
-    The size that fits is remembered as elements of a batch, not as rows: batches of longer rows are cut finer.
+    The limit is a number of elements, not of rows: batches with longer rows are cut into more parts.
     """
 
     def __init__(self, run: Run) -> None:
@@ -56,18 +56,18 @@ class WindowSplitter:
         self._random = RngStates()
         buffers = Buffers(lambda: networks_of(trainer))
         self._snapshot = Snapshot(LossTotals(trainer._tracker), UserState(trainer), buffers, self._random)
-        """What a window changes before its first step; random states come last, after all that could draw."""
+        """All that a window changes before its step. Random states are last: the other parts could draw."""
         self._weights = _WeightMarks(run)
         self._epoch = -1
         self._is_checked = False
-        """Whether parts of a batch are known to give the loss of the complete one, or that cannot be checked."""
+        """Whether parts of a batch were compared with the complete batch, or cannot be compared."""
         self._unknown = ""
-        """Why it cannot be checked."""
+        """Why parts and batch cannot be compared."""
         self._news: list[str] = []
         self.limit: float | None = None
-        """The most elements of a micro-batch; None where memory has not run out."""
+        """Maximum elements of a micro-batch; None before memory has run out."""
         self.split = ""
-        """What was split, in a line; empty where nothing was."""
+        """One line on the splits; empty if there are none."""
         if run.trainer._hooks.begin_epoch is None:  # `begin_epoch` may freeze layers
             check_layers(run.trainer)
 
@@ -75,16 +75,16 @@ class WindowSplitter:
         return str(SplitSummary(self.split))
 
     def take_news(self) -> list[str]:
-        """Return what was split since the last call."""
+        """Return lines on the splits since the last call."""
         news, self._news = self._news, []
         return news
 
     def summary(self) -> SplitSummary:
-        """Return the summary for after the run, without the copies of tensors."""
+        """Return the summary after the run, without references to tensors."""
         return SplitSummary(self.split)
 
     def update(self, window: Window) -> Any:
-        """Make the update of a window, in as many micro-batches as fit in memory."""
+        """Make the update of a window, with micro-batches that fit in memory."""
         if self._run.counters.epoch != self._epoch:
             self._epoch = self._run.counters.epoch
             check_layers(self._trainer)
@@ -105,14 +105,14 @@ class WindowSplitter:
                 if why:
                     raise _noted(error, why)  # noqa: B904 - the error itself
                 failed = error
-            traceback.clear_frames(failed.__traceback__)  # they refer to activations
+            traceback.clear_frames(failed.__traceback__)  # the frames refer to activations
             tried = self._finer(window, tried, failed)
         if failed is not None:
             self._report(window, tried)
         return returned
 
     def _finer(self, window: Window, tried: Window, failed: BaseException) -> Window:
-        """Restore what a failed try has changed; return the window in smaller micro-batches."""
+        """Restore the state before a failed attempt; return the window in smaller micro-batches."""
         hooks, index = self._trainer._hooks, self._largest(tried)
         assert index is not None
         window.release()
@@ -129,13 +129,13 @@ class WindowSplitter:
         return finer
 
     def _rewind(self, window: Window) -> None:
-        """Restore the state at the start of the window, and drop what it has computed."""
+        """Restore the state at the start of the window, and drop its results."""
         self._run.strategy.discard()
         self._run.tracker.begin(window)
         self._snapshot.restore()  # after `begin`, which clears the numbers of the update
 
     def _check(self, tried: Window, index: int, failed: BaseException, *, most: int) -> None:
-        """Raise where the loss of a few rows of a micro-batch differs from that of their parts."""
+        """Raise if the loss of a few rows of a micro-batch differs from that of their parts."""
         few = min(tried.rows[index], FEW, max(2, most))
         cuts = [range(few)], [range(few * 3 // 8 or 1), range(few * 3 // 8 or 1, few)]
         complete, parts = ([_part(tried, index, one) for one in each] for each in cuts)
@@ -145,7 +145,7 @@ class WindowSplitter:
         self._is_checked, self._unknown = not found.again, found.unknown
 
     def _cut(self, window: Window) -> Window:
-        """Return the window in micro-batches of at most `limit` elements; itself where they are small enough."""
+        """Return the window in micro-batches of at most `limit` elements; the window itself if none is larger."""
         if self.limit is None:
             return window
         parts: list[tuple[Any, int]] = []
@@ -155,7 +155,7 @@ class WindowSplitter:
         return window if len(parts) == len(window.batches) else self._made(window, parts)
 
     def _pieces(self, batch: Any, rows: int) -> int:
-        """Return the number of parts of a micro-batch."""
+        """Return the number of parts to cut a micro-batch into."""
         n = 1 if self.limit is None else min(rows, math.ceil(_size(batch) / self.limit))
         return 1 if n < 2 or _why_uncut(batch, rows) else n
 
@@ -167,13 +167,13 @@ class WindowSplitter:
         return Window(batches, [rows for _, rows in parts], counts, move=window.mover)
 
     def _largest(self, tried: Window) -> int | None:
-        """Return the index of the micro-batch with the most elements of those that can be cut."""
+        """Return the index of the largest micro-batch that can be cut; None if none can."""
         each = zip(tried.batches, tried.rows, strict=True)
         sizes = {i: _size(batch) for i, (batch, n) in enumerate(each) if n > 1 and not _why_uncut(batch, n)}
         return max(sizes, key=lambda i: sizes[i]) if sizes else None
 
     def _why_not(self, tried: Window) -> str:
-        """Return why a window cannot be run again in smaller micro-batches; "" where it can."""
+        """Return why a window cannot be repeated in smaller micro-batches; "" if it can."""
         status = self._run.strategy.status
         if status.applied is True:
             return "a step had begun, and weights may be half-way"
@@ -187,7 +187,7 @@ class WindowSplitter:
         return ""
 
     def _report(self, window: Window, finer: Window) -> None:
-        """Record what is split from now on, and whether noise such as dropout is then drawn otherwise."""
+        """Record the split for reports, and whether noise such as dropout then differs."""
         counters, k = self._run.counters, len(finer.batches)
         each = zip(window.batches, window.rows, strict=True)
         before, after = max((rows, math.ceil(rows / n)) for batch, rows in each if (n := self._pieces(batch, rows)) > 1)
@@ -203,14 +203,14 @@ class WindowSplitter:
 
 
 class _WeightMarks:
-    """Detects writes to weights by a step: a window that has changed weights cannot be run again."""
+    """Detects writes to weights by a step. A window that has changed weights cannot be repeated."""
 
     def __init__(self, run: Run) -> None:
         self._run = run
         self._weights: list[Tensor] = []
 
     def refresh(self) -> None:
-        """Find the weights again: `begin_epoch` may have changed the layers."""
+        """Find the weights again after `begin_epoch`, which may change layers."""
         weights = [p for root in networks_of(self._run.trainer) for p in parameters_of(root)]
         self._weights = list({id(p): p for p in weights + self._run.gradients.parameters}.values())
 
@@ -225,7 +225,7 @@ class _WeightMarks:
 
 
 def check_layers(trainer: TrainerLike) -> None:
-    """Refuse layers whose outputs depend on the size of the micro-batch: SettingError."""
+    """Raise SettingError for layers whose outputs depend on the size of the micro-batch."""
     layers = layers_mixing_rows(trainer.model, trainer.loss)
     if not layers:
         return
@@ -238,22 +238,22 @@ def check_layers(trainer: TrainerLike) -> None:
 
 
 FEW = 8
-"""Rows whose loss is compared with that of their parts."""
+"""Number of rows in the comparison of a batch with its parts."""
 
 
 def _part(window: Window, index: int, rows: range) -> tuple[Any, int]:
-    """Return these rows of a micro-batch, and their number."""
+    """Return (batch of these rows, number of rows) of a micro-batch."""
     return slice_rows(window.batches[index], rows, of=window.rows[index]), len(rows)
 
 
 def _size(batch: Any) -> int:
-    """Return the size of a batch, as a measure of its memory: the elements of all its tensors and arrays."""
+    """Return the number of elements of all tensors and arrays of a batch, as a measure of its memory."""
     leaves = (leaf for _, leaf in leaves_of(batch) if isinstance(leaf, Tensor | np.ndarray))
     return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def _why_uncut(batch: Any, rows: int) -> str:
-    """Return why a micro-batch cannot be cut into rows; "" where it can."""
+    """Return why a micro-batch cannot be cut into rows; "" if it can."""
     packed = isinstance(batch, nn.utils.rnn.PackedSequence)
     odd = any(tensor.is_nested or tensor.layout is not torch.strided for tensor in tensors_in(batch))
     if packed or odd:
@@ -266,36 +266,36 @@ def _why_uncut(batch: Any, rows: int) -> str:
 
 
 def _noted(error: BaseException, why: str) -> BaseException:
-    """The error, with why its window was not split."""
+    """Return the error with a note on why its window was not split."""
     error.add_note(f'on_oom="split" did not help: {why}')
     return error
 
 
 CLOSE = {torch.float64: 1e-7, torch.float32: 3e-3}
-"""The tolerance between sums in different orders, relative to their largest term, by the dtype of the weights."""
+"""Tolerance between sums in different orders, relative to the largest term, by dtype of the weights."""
 COARSE = 3e-2
-"""The tolerance in half precision."""
+"""The same in half precision."""
 
 
 class PartsLoss(NamedTuple):
-    """The result of a comparison; all empty where the parts give the loss of the complete batch."""
+    """The result of a comparison. All fields are empty if the losses are equal."""
 
     refused: str = ""
-    """Why they give another one."""
+    """Why the losses differ."""
     unknown: str = ""
-    """Why it cannot be checked."""
+    """Why they cannot be compared."""
     again: bool = False
-    """Whether to check again with fewer rows."""
+    """Whether to compare again with fewer rows."""
 
 
 def compare_parts(run: Run, complete: Window, parts: Window) -> PartsLoss:
-    """Compare the loss of some rows at once with that of the same rows in parts.
+    """Compare the loss of some rows at once with the loss of the same rows in parts.
 
-    The caller restores what the steps have changed.
+    The caller restores the state afterwards.
     """
     try:
         return _compared(run, complete, parts)
-    except Exception as error:  # a step may fail on a part in any way, and for lack of memory too
+    except Exception as error:  # a step may raise anything on a part, also an out-of-memory error
         if is_out_of_memory(error):
             return PartsLoss(unknown="there is no memory for two rows at once", again=True)
         return PartsLoss(refused=f"a part of its rows cannot be run: {first_line(error)}")
@@ -304,7 +304,7 @@ def compare_parts(run: Run, complete: Window, parts: Window) -> PartsLoss:
 def _compared(run: Run, complete: Window, parts: Window) -> PartsLoss:
     before = random_state()
     losses, draws = _losses(run, complete, parts), have_moved(before)
-    if draws:  # noise differs between all rows and parts: compare without it where possible
+    if draws:  # noise differs between batch and parts: compare without it if possible
         roots = [root for root in (run.trainer.model, run.trainer.loss) if isinstance(root, nn.Module)]
         set_random_state(before)
         with evaluating(*roots):
@@ -322,13 +322,13 @@ def _compared(run: Run, complete: Window, parts: Window) -> PartsLoss:
 
 
 def _losses(run: Run, complete: Window, parts: Window) -> tuple[float, float, float]:
-    """Return the loss of the complete window, that of all parts together, and the largest term of the latter."""
+    """Return the loss of the complete window, the summed loss of the parts, and the largest term of that sum."""
     (one,), several = _run(run, complete), _run(run, parts)
     return one, math.fsum(several), max(map(abs, several))
 
 
 def _run(run: Run, window: Window) -> list[float]:
-    """Return the weighted losses of a window's micro-batches, which add up to its loss; nothing is recorded."""
+    """Return the weighted losses of a window's micro-batches, which sum to its loss. Records nothing."""
     tracker, found = run.tracker, list[float]()
     tracker.window, was_recording, tracker.recording = window, tracker.recording, False
     window.restart()

@@ -1,6 +1,6 @@
-"""Switch on compilation, memory layouts and data on the device for a run, and say which path its updates take.
+"""Enables compilation, memory layouts and device data for a run, and describes the path of its updates.
 
-Results differ at most by the order of floating-point additions. All switches are undone when the run ends.
+Results differ at most by the order of floating-point additions. All switches are undone at the end of the run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,7 @@ from trainwright.update.trainer_like import TrainerLike
 
 
 def speed_up(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *, undo: ExitStack) -> list[str]:
-    """Switch on what `trainer.fast` asks for and what is faster by default, until `undo` is closed.
-
-    Returns lines for the header.
-    """
+    """Apply the settings of `trainer.fast` and the defaults until `undo` is closed; return header lines."""
     fast, device = trainer.fast, trainer.device.type
     fused = dict.fromkeys(type(one).__name__ for one in trainer.optimizers.values() if one.defaults.get("fused"))
     switched = [f"fused {name}" for name in fused]
@@ -40,7 +37,7 @@ def speed_up(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *,
 
 
 def _speed_up_convolutions(trainer: TrainerLike, undo: ExitStack) -> list[str]:
-    """Lay weights out channels-last, and have cuDNN choose its algorithms by timing; return the names of both."""
+    """Apply the channels-last layout and cuDNN benchmark mode if they are due; return their names."""
     switched = []
     if _wants_channels_last(trainer):
         undo.enter_context(channels_last(trainer.model, trainer.optimizers.values()))
@@ -52,16 +49,16 @@ def _speed_up_convolutions(trainer: TrainerLike, undo: ExitStack) -> list[str]:
 
 
 def acceleration_notes(trainer: TrainerLike) -> tuple[str, ...]:
-    """Return a line on the regions compiled so far, and one on split windows."""
+    """Return a line on compiled regions, and one on split windows; none if there are none."""
     compiled, splits = trainer._record.path.compiled, trainer._record.path.splits
     lines = () if compiled is None else (f"compiled {compiled}",)
     return lines if splits is None or not splits.split else (*lines, splits.split)
 
 
 def fast_path(trainer: TrainerLike) -> str:
-    """Return the path of the updates and its cost on this device: read later (L1), or each at once (L0)."""
+    """Return text on the path of the updates: deferred checks (L1) or immediate checks (L0), with the reason."""
     why = trainer._record.path.why_immediate
-    if why is None:  # before the first run no schedule is bound
+    if why is None:  # no schedule is bound before the first run
         scaler = None if trainer.precision is None else trainer.precision.loss_scale(trainer.device.type)
         checks = trainer.on_nonfinite != "ignore" or scaler is not None
         why = deferred_check.why_immediate(trainer, checks=checks, scaler=scaler, schedules=None)
@@ -77,8 +74,8 @@ def fast_path(trainer: TrainerLike) -> str:
 
 
 def _gradients_averaged(trainer: TrainerLike) -> str:
-    """Return how gradients of several processes are averaged, and what is sent beside them; "" for one process."""
-    from trainwright.distributed.ddp import DDP  # few runs need it
+    """Return text on the averaging of gradients over ranks; "" for one rank."""
+    from trainwright.distributed.ddp import DDP  # rarely needed
 
     size, hooks, settings = trainer.world.size, trainer._hooks, trainer.parallel
     if size == 1:
@@ -93,7 +90,7 @@ def _gradients_averaged(trainer: TrainerLike) -> str:
 
 
 def _wants_channels_last(trainer: TrainerLike) -> bool:
-    """Return whether weights are laid out channels-last: on request, or where tensor cores compute convolutions."""
+    """Return whether to use channels-last: on request, or by "auto" if tensor cores compute convolutions."""
     wanted = trainer.fast.channels_last
     if wanted != "auto":
         return bool(wanted)
@@ -117,7 +114,7 @@ def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
 
 
 def _short(trainer: TrainerLike, source: Source) -> Callable[[], bool]:
-    """Return a test whether the current micro-batch has fewer rows than the others, as the last of an epoch may."""
+    """Return a function: whether the current micro-batch, such as the last of an epoch, has fewer rows than others."""
     size, length = source.batch_size, source.length
 
     def is_short() -> bool:
@@ -130,7 +127,7 @@ def _short(trainer: TrainerLike, source: Source) -> Callable[[], bool]:
     return is_short
 
 
-# Convolutions: the layout of their weights, and timing by cuDNN. Tested on the CPU; neither has run on a GPU yet.
+# Convolutions: the layout of their weights, and cuDNN benchmark mode.
 
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 _OTHERS = (nn.Linear, nn.Embedding, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.Conv3d)
@@ -144,11 +141,11 @@ def is_convolutional(model: nn.Module) -> bool:
 
 @contextmanager
 def channels_last(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator[None]:
-    """Lay weights with four dimensions out channels-last inside, and contiguous afterwards; no value changes.
+    """Context in which weights with four dimensions are channels-last; contiguous afterwards. No value changes.
 
-    Gradients and the optimizers' state get the layout of their weights: fused kernels take them in one layout alone.
+    Gradients and optimizer state get the layout of their weights: fused kernels require equal layouts.
     """
-    # A weight that shares its memory with another one would get memory of its own.
+    # Weights that share memory are left out: they would get separate memory.
     laid = [p for p in model.parameters() if p.dim() == 4 and type(p) is nn.Parameter and _is_alone(p)]
     laid = [p for p in laid if not p.is_contiguous(memory_format=torch.channels_last)]
     optimizers = list(optimizers)
@@ -164,7 +161,7 @@ def channels_last(model: nn.Module, optimizers: Iterable[Optimizer]) -> Iterator
 
 
 def align_state(optimizers: Iterable[Optimizer]) -> None:
-    """Give optimizer state the layout of its weight, for weights with four dimensions and state of the same shape."""
+    """Change optimizer state to the layout of its weight, for weights with four dimensions and state of equal shape."""
     for optimizer in optimizers:
         for parameter, state in optimizer.state.items():
             for name, value in state.items() if parameter.dim() == 4 else ():
@@ -187,7 +184,7 @@ def _lay(parameter: nn.Parameter, layout: torch.memory_format) -> None:
 _LAYERS = (*_CONVOLUTIONS, *_OTHERS)
 
 SHAPES = 8
-"""The number of input shapes of the first convolution up to which timing pays: each new shape is timed."""
+"""Maximum number of input shapes of the first convolution for which benchmark mode pays: each one is timed."""
 
 
 def may_time(model: nn.Module) -> bool:
@@ -199,9 +196,9 @@ def may_time(model: nn.Module) -> bool:
 
 @contextmanager
 def timed_by_cudnn(model: nn.Module, *, watches: bool = True) -> Iterator[None]:
-    """Set `torch.backends.cudnn.benchmark` inside, and restore it afterwards.
+    """Context with `torch.backends.cudnn.benchmark = True`.
 
-    `watches`: restore it after more than `SHAPES` input shapes.
+    `watches`: turn it off after more than `SHAPES` input shapes.
     """
     first, seen = _first_convolution(model), set[tuple[Any, ...]]()
     assert first is not None

@@ -1,7 +1,4 @@
-"""Copy host batches to an accelerator while the step before computes: by pinned memory, on a stream of their own.
-
-Not run on a GPU yet: tests put stand-ins for streams, events and memory in its place.
-"""
+"""Copies host batches to an accelerator while the previous step computes, through pinned memory, on a copy stream."""
 
 from __future__ import annotations
 
@@ -17,22 +14,23 @@ from trainwright.core.torch_private import storage_uses
 from trainwright.core.trees import leaves_of
 
 SLOTS = 3
-"""Batches in flight at a time: one is computed on, one is ready, one is copied."""
+"""Batches in flight: one in computation, one ready, one in copy."""
 SPECS = 4
-"""The number of kinds of batches, by shapes, strides and dtypes of their tensors, that slots are kept for."""
+"""Number of kinds of batches with slots. A kind is shapes, strides and dtypes of the tensors."""
 
 Spec = tuple[tuple[torch.Size, tuple[int, ...], torch.dtype], ...]
 
 
 class Moving:
-    """Moves nested batches to an accelerator as `device.move` does, while the step before computes.
+    """Moves nested batches to an accelerator like `device.move`, while the previous step computes.
 
-    A batch is copied into pinned memory, unless it is pinned already, and from there to the accelerator on a stream of
-    its own; the computing stream waits for this copy. Both memories belong to one of `SLOTS` slots and are reused: the
-    pinned one when the copy from it is done, the accelerator's when no tensor refers to it any more and the kernels
-    launched before that have run. Memory that a tensor still refers to is left to it, and the slot allocates other
-    memory. Slots are kept for the last `SPECS` kinds of batches. `device.move` moves tensors that are not on the host,
-    require a gradient or are of a subclass.
+    A batch is copied to pinned memory, unless it is pinned already, and from there to the accelerator on a copy stream.
+    The compute stream waits for that copy.
+
+    Both memories belong to one of `SLOTS` slots and are reused. Pinned memory is reused after the copy from it. Device
+    memory is reused when no tensor refers to it and the kernels launched until then have run. If a tensor still refers
+    to it, the slot allocates new memory. The last `SPECS` kinds of batches have slots. `device.move` moves tensors that
+    are not on the host, require a gradient or are of a subclass.
     """
 
     def __init__(self, device: torch.device, lane: CudaLane | None = None) -> None:
@@ -40,9 +38,9 @@ class Moving:
         self._lane = lane
         self._rings: OrderedDict[Spec, _Ring] = OrderedDict()
         self._held: list[_Slot] = []
-        """Slots whose memory was still referred to at the last look."""
+        """Slots whose memory was still referenced at the last check."""
         self._stream: Any = None
-        """The computing stream of the last batch."""
+        """The compute stream of the last batch."""
 
     def __call__(self, batch: Any) -> Any:
         """Return the batch on the accelerator; containers keep their types."""
@@ -54,14 +52,14 @@ class Moving:
         return change(batch, self.device, lambda one: next(sent) if _is_plain(one) else move(one, self.device))
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the device alone: a copy makes its own slots."""
+        """Return the device alone: a copy allocates its own slots."""
         return {"device": self.device}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(state["device"])  # type: ignore[misc]
 
     def free(self) -> None:
-        """Free all slots; the next batch makes new ones."""
+        """Free all slots. The next batch allocates new ones."""
         self._rings.clear()
         self._held.clear()
         self._stream = None
@@ -71,7 +69,7 @@ class Moving:
             self._lane = CudaLane(self.device)
         lane, stream = self._lane, self._lane.computing()
         if self._stream is not None and stream != self._stream:
-            lane.follow(self._stream)  # what was computed there with the tensors of a slot
+            lane.follow(self._stream)  # kernels there may use the tensors of a slot
         self._stream = stream
         self._held = [slot for slot in self._held if not slot.is_released(stream)]
         slot = self._ring(found).next(lane, found)
@@ -92,30 +90,30 @@ class Moving:
 
 
 class CudaLane:
-    """Streams, events and memory of a CUDA device: all that slots use; tests put others in its place."""
+    """Streams, events and memory of a CUDA device, as slots use them. Tests replace it."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._copies = torch.cuda.Stream(device)
 
     def computing(self) -> Any:
-        """Return the stream on which kernels run now."""
+        """Return the current compute stream."""
         return torch.cuda.current_stream(self._device)
 
     def event(self) -> Any:
-        """Return a new event, without timing; the host sleeps, and does not spin, while it waits for it."""
+        """Return a new event without timing. The host sleeps while it waits for it, and does not spin."""
         return torch.cuda.Event(blocking=True)
 
     def wait(self, event: Any) -> None:
-        """Have later copies wait for `event`."""
+        """Make later copies wait for `event`."""
         self._copies.wait_event(event)
 
     def follow(self, stream: Any) -> None:
-        """Have later copies wait for all work that `stream` has been given so far."""
+        """Make later copies wait for all work queued on `stream` so far."""
         self._copies.wait_stream(stream)
 
     def lead(self, event: Any, stream: Any) -> None:
-        """Record `event` after all copies so far, and have `stream` wait for it."""
+        """Record `event` after all copies so far, and make `stream` wait for it."""
         event.record(self._copies)
         stream.wait_event(event)
 
@@ -130,27 +128,27 @@ class CudaLane:
             return torch.empty_like(like, device=self._device)
 
     def is_pinned(self, tensor: Tensor) -> bool:
-        """Return whether a host tensor can be copied from without blocking the host."""
+        """Return whether a host tensor is pinned, so that copies from it do not block."""
         return tensor.is_pinned()
 
     def stage(self, pinned: Tensor, source: Tensor) -> None:
-        """Copy a host tensor into pinned memory, and return when that is done."""
+        """Copy a host tensor to pinned memory; blocks until the copy is done."""
         pinned.copy_(source)
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copy pinned memory to the device after the copies so far, without blocking the host."""
+        """Queue a copy of pinned memory to the device, without blocking the host."""
         with torch.cuda.stream(self._copies):
             target.copy_(source, non_blocking=True)
 
 
 def _normal() -> AbstractContextManager[None]:
-    # A tensor made in inference mode could not be trained on when its memory is reused.
+    # A tensor created in inference mode could not be used for training when its memory is reused.
     normal: AbstractContextManager[None] = torch.inference_mode(mode=False)
     return normal
 
 
 class _Ring:
-    """The slots of one kind of batches, used in turn, made on first use."""
+    """The slots of one kind of batches, used in turn, created on first use."""
 
     def __init__(self) -> None:
         self._slots: list[_Slot] = []
@@ -165,20 +163,20 @@ class _Ring:
 
 
 class _Slot:
-    """Host and device memory of one batch, and the events after which it may be written to."""
+    """Host and device memory of one batch, and the events after which it may be overwritten."""
 
     def __init__(self, lane: CudaLane, found: list[Tensor]) -> None:
         self._host: list[Tensor | None] = [None] * len(found)
         self._memory = [lane.memory(one) for one in found]
         self._uses = [_Uses(one) for one in self._memory]
         self._sources: list[Tensor] = []
-        """The tensors that the last copies read, kept until these are done."""
+        """The source tensors of the last copies, alive until these are done."""
         self._ready, self._free = lane.event(), lane.event()
         self._is_free = False
         """Whether `_free` is recorded after all kernels that read the last batch."""
 
     def is_released(self, stream: Any) -> bool:
-        """Return whether no tensor refers to the memory any more; then record the kernels launched so far."""
+        """Return whether no tensor refers to the memory. If so, record an event after the kernels so far."""
         if self._is_free:
             return True
         if any(use.others() for use in self._uses):
@@ -188,9 +186,9 @@ class _Slot:
         return True
 
     def fill(self, lane: CudaLane, stream: Any, found: list[Tensor]) -> list[Tensor]:
-        """Copy these host tensors; return them on the accelerator."""
+        """Copy host tensors to the accelerator; return them there."""
         if self._sources:
-            self._ready.synchronize()  # earlier copies from this pinned memory: done, unless the host is far ahead
+            self._ready.synchronize()  # earlier copies from this pinned memory, usually done already
         self._sources = [self._staged(lane, place, one) for place, one in enumerate(found)]
         if not self.is_released(stream):
             self._replace_held(lane, found)
@@ -200,7 +198,7 @@ class _Slot:
             lane.copy(target, source)
         lane.lead(self._ready, stream)
         self._is_free = False
-        # A version counter of its own for each, as for a tensor that was moved.
+        # Each result has its own version counter, like a moved tensor.
         return [memory.data for memory in self._memory]
 
     def _staged(self, lane: CudaLane, place: int, source: Tensor) -> Tensor:
@@ -220,14 +218,14 @@ class _Slot:
 
 
 class _Uses:
-    """Counts the references to the memory of a tensor: views, and tensors that autograd has saved, count."""
+    """Counts the references to the memory of a tensor, with views and tensors saved by autograd."""
 
     def __init__(self, tensor: Tensor) -> None:
         self._storage = tensor.untyped_storage()
         self._alone = self._count()
 
     def others(self) -> bool:
-        """Return whether anything refers to the memory beside the slot; True where torch cannot say."""
+        """Return whether anything but the slot refers to the memory; True if unknown."""
         return self._alone is None or self._count() != self._alone
 
     def _count(self) -> int | None:
@@ -235,7 +233,7 @@ class _Uses:
 
 
 def _is_plain(tensor: Tensor) -> bool:
-    """Return whether a tensor is a dense one on the host, of no subclass, without a gradient."""
+    """Return whether a tensor is dense, on the host, of no subclass, and requires no gradient."""
     return (
         type(tensor) is Tensor
         and tensor.is_cpu

@@ -1,4 +1,4 @@
-"""Adds a note to an exception of a step: which batch, its shapes, and the cause and the fix where a rule knows them."""
+"""Adds a note to the exception of a step: the batch, its shapes, and, if a rule applies, the cause and the fix."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ _IN_VALIDATION = (
 
 
 def explain(error: BaseException, trainer: Any) -> None:
-    """Add one note to an exception of a training, validation or predict step; type, message and traceback remain.
+    """Add one note to an exception of a training, validation or predict step. Type, message and traceback remain.
 
-    Errors of this library, interrupts, and errors that carry such a note already are left alone.
+    Errors of this library, interrupts, and errors with such a note are unchanged.
     """
     if not isinstance(error, Exception):
         return
@@ -33,12 +33,12 @@ def explain(error: BaseException, trainer: Any) -> None:
         failure = read_failure(error, trainer)
         if failure is not None:
             error.add_note(_note(failure))
-    except Exception as another:  # a step may hold any object; none of its errors may replace the user's
+    except Exception as another:  # of an object in the step: it must not replace the user's error
         error.add_note(f"{NOTE}the values of the failed step cannot be shown: {type(another).__name__}: {another}")
 
 
 def _has_note(error: BaseException) -> bool:
-    """Return whether the error has been explained: Python sets `__notes__` with the first note."""
+    """Return whether the error was explained already. Python sets `__notes__` with the first note."""
     return any(note.startswith(NOTE) for note in notes_of(error))
 
 
@@ -56,7 +56,7 @@ def _note(failure: Failure) -> str:
 
 
 def _failed(failure: Failure) -> str:
-    """Return the name of the metric, loss, module or step that failed, as in the user's code."""
+    """Return the failed metric, loss, module or step, named as in the user's code."""
     if failure.metric:
         return f"metric {failure.metric!r}"
     if failure.loss is not None:
@@ -69,7 +69,7 @@ def _failed(failure: Failure) -> str:
 
 
 def _name_the_step(error: StepError, trainer: Any) -> None:
-    """Add a note that names the user's step which returned no loss, and the line where it is defined."""
+    """Add a note with the name of the step that returned no loss, and the line of its definition."""
     called, trace = set(), error.__traceback__
     while trace is not None:
         called.add(trace.tb_frame.f_code.co_name)

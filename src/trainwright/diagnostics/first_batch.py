@@ -1,6 +1,6 @@
-"""Checks in the first update the inputs of torch's classification losses: one warning each, with the fix.
+"""Checks the inputs of torch's classification losses in the first update; warns once per loss, with the fix.
 
-A probability where a logit is expected trains, slowly and badly, without any error. Later updates are not checked.
+Probabilities instead of logits train slowly and badly, without an error. Later updates are not checked.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from trainwright.core.trees import inside
 
 _FORMS = ("View", "Reshape", "Permute", "Transpose", "TBackward", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Slice")
 _OTHER_FORMS = ("Select", "Index", "Clamp", "Alias", "UnsafeView", "Expand", "Cat", "Stack", "MaskedSelect")
-"""Autograd nodes of operations that do not compute new values, but may move, cast or clamp them."""
+"""Autograd nodes of operations that move, cast or clamp values, and compute no new ones."""
 _LINEAR = ("Addmm", "Mm", "Bmm", "Baddbmm", "Convolution", "Mv", "Linear", "NativeBatchNorm", "NativeLayerNorm")
-"""Autograd nodes whose results are no probabilities, even where their values look so."""
+"""Autograd nodes whose results are not probabilities, even if their values look like it."""
 
 
 class LossMistake(NamedTuple):
-    """A loss that gets another kind of input than it takes: the parts of a message."""
+    """A loss with the wrong kind of input, as the parts of a message."""
 
     what: str
     have: str
@@ -36,14 +36,14 @@ class LossMistake(NamedTuple):
 
 
 class FirstBatch(TorchFunctionMode):
-    """Checks, between `open` and `close`, the first call of each of torch's classification losses."""
+    """Checks the first call of each classification loss of torch between `open` and `close`."""
 
     def __init__(self, *, checks: bool) -> None:
         super().__init__()
         self._left = dict(_CHECKS) if checks else {}
-        """The checks of losses that have not been called yet."""
+        """The checks of losses without a call so far."""
         self.found: list[LossMistake] = []
-        """The mistakes that were found."""
+        """The mistakes found."""
         self._is_open = False
 
     def open(self) -> None:
@@ -59,7 +59,7 @@ class FirstBatch(TorchFunctionMode):
             mode.__exit__(None, None, None)
 
     def warn(self) -> None:
-        """End the checks, and issue a warning for each mistake that was found."""
+        """End the checks, and issue one warning per mistake."""
         self.close()
         for one in self.found:
             warn(message(one.what, have=one.have, want=one.want, fix=one.fix), stacklevel=5)  # the call of `fit`
@@ -74,14 +74,14 @@ class FirstBatch(TorchFunctionMode):
             try:
                 with torch.no_grad():
                     found = check(output, returned)
-            except RuntimeError:  # a tensor whose values cannot be read here, as under vmap
+            except RuntimeError:  # a tensor whose values cannot be read, as under vmap
                 found = None
             self.found += [] if found is None else [found]
         return returned
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Return whether any module is compiled: the mode would cause a second compilation."""
+    """Return whether any module is compiled. The function mode would cause a second compilation."""
     return "torch._dynamo" in sys.modules and any(map(torch_private.is_compiled, inside(model)))
 
 
@@ -99,7 +99,7 @@ def _under_cross_entropy(output: Tensor, loss: Tensor) -> LossMistake | None:
 
 
 def _are_distributions(output: Tensor, made_by: str) -> bool:
-    """Return whether the rows are nonnegative and sum to 1, other than by chance."""
+    """Return whether the rows are nonnegative and sum to 1, and not by chance."""
     dim = 1 if output.ndim > 1 else 0
     if output.shape[dim] < 2 or not output.is_floating_point():
         return False
@@ -107,12 +107,12 @@ def _are_distributions(output: Tensor, made_by: str) -> bool:
     near = 1e-2 if output.dtype in (torch.float16, torch.bfloat16) else 1e-4
     if not bool((rows >= 0).all() & ((rows.sum(1) - 1).abs() < near).all()):
         return False
-    # Not made by a softmax, a single row, or rows that are all alike, may sum to 1 by chance.
+    # Without a softmax, a single row, or equal rows, may sum to 1 by chance.
     return made_by.startswith("Softmax") or (len(rows) > 1 and not bool((rows == rows[:1]).all()))
 
 
 def _under_nll(output: Tensor, loss: Tensor) -> LossMistake | None:
-    """Return the mistake of values that are no log-probabilities: with these the loss is never negative."""
+    """Return the mistake of values that are not log-probabilities: only these give a negative loss."""
     made_by = _origin(output)
     if made_by.startswith("LogSoftmax"):
         return None
@@ -156,4 +156,4 @@ _CHECKS: dict[Any, Callable[[Tensor, Tensor], LossMistake | None]] = {
     F.nll_loss: _under_nll,
     F.binary_cross_entropy_with_logits: _under_bce,
 }
-"""The check of each loss: a function of the output and the loss."""
+"""Loss -> its check, a function of output and loss."""

@@ -1,4 +1,4 @@
-"""Reads the frames of a traceback once, into a record of facts about the step that failed."""
+"""Reads the frames of a traceback once into a `Failure`, the facts about the failed step."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from trainwright.update.window import Window, find_rows
 
 STEPS = ("training_step", "validation_step", "predict_step")
 MOST_ITEMS, DEEPEST = 4, 3
-"""The items and the depth of a nested batch that are shown."""
+"""Maximum items and depth of a nested batch in a message."""
 
 
 class Missing:
-    """The type of `MISSING`, a value that no frame holds; None may be a value."""
+    """The type of `MISSING`, for values that no frame holds: None may be a value."""
 
 
 MISSING = Missing()
@@ -27,7 +27,7 @@ MISSING = Missing()
 
 @dataclass(frozen=True, slots=True)
 class CalledLayer:
-    """The innermost module of the model that was called."""
+    """The innermost called module of the model."""
 
     name: str
     """Its name in the model; empty for the model itself."""
@@ -37,25 +37,25 @@ class CalledLayer:
 
     @property
     def title(self) -> str:
-        """Its type, and its name where it has one."""
+        """Its type, and its name in the model if it has one."""
         return title(self.name, self.module)
 
 
 @dataclass(frozen=True, slots=True)
 class LossCall:
-    """The call of a loss that failed."""
+    """The failed call of a loss."""
 
     name: str
     """Its name in the user's code."""
     function: str = ""
-    """Its function of `torch.nn.functional`; empty where none was reached."""
+    """The function of `torch.nn.functional` that it called; empty if none was reached."""
     output: Any = None
     target: Any = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """The facts about a failed step that rules read."""
+    """The facts about a failed step, for the rules."""
 
     trainer: Any
     """The Trainer."""
@@ -65,17 +65,17 @@ class Failure:
     role: str
     """"train", the name of an evaluation, "predict" or "report"."""
     place: str
-    """The batch in words: "train batch 3 of epoch 1"."""
+    """The batch in words, such as "train batch 3 of epoch 1"."""
     batch: Any
     """The batch as passed to the step, or MISSING."""
     rows: int
-    """The number of rows of the batch; 0 where it is unknown."""
+    """Number of rows of the batch; 0 if unknown."""
     frames: tuple[FrameType, ...]
     """The frames inside the loop over batches, outermost first."""
     step: str
-    """The name of the step that raised, or `update`; empty where neither did."""
+    """The name of the step that raised, or "update"; else empty."""
     in_default_step: bool
-    """Whether it was the default step, which splits batches and calls the model and the loss."""
+    """Whether it is the default step, which splits batches and calls model and loss."""
     inputs: Any
     """The arguments that the default step passes to the model, or MISSING."""
     output: Any
@@ -84,25 +84,25 @@ class Failure:
     """The result of the step if it has returned, else None."""
     layer: CalledLayer | None
     loss: LossCall | None
-    """The loss that was being computed, or None."""
+    """The loss in progress, or None."""
     metric: str
-    """The name of the metric that was updated, or an empty string."""
+    """The name of the metric in progress; else empty."""
     in_backward: bool
     user_frame: FrameType | None
-    """The innermost frame of the user's own code."""
+    """The innermost frame of user code."""
     user_place: str
     """Its function, file and line."""
 
     @property
     def method(self) -> str:
-        """The method in which to change a batch: the user's own step, else `split`."""
+        """The method in which to change a batch: the custom step, else `split`."""
         if self.in_default_step:
             return "split(self, batch)"
         return f"{self.step}(self, {'window' if self.step == 'update' else 'batch'})"
 
 
 def read_failure(error: BaseException, trainer: Any) -> Failure | None:
-    """Return the facts about the batch that failed; None where the exception did not come from a loop over batches."""
+    """Return the facts about a failed batch; None if the exception is not from a loop over batches."""
     lines = _lines(error.__traceback__)
     frames = tuple(frame for frame, _ in lines)
     for index in range(len(frames) - 1, -1, -1):
@@ -123,7 +123,7 @@ def _read(
     lines: list[tuple[FrameType, int]],
 ) -> Failure:
     batch, place = _batch(loop, frames, trainer=trainer, role=role)
-    # One step may call another: the innermost counts, or an `update` of the user's own.
+    # One step may call another: the innermost counts, or a custom `update`.
     own_update = loop if loop.f_code.co_name == "update" else None
     step = next((frame for frame in reversed(frames) if frame.f_code.co_name in STEPS), own_update)
     in_default_step = step is None or module_of(step) == "trainwright.trainer"
@@ -154,12 +154,12 @@ def _read(
 
 
 def module_of(frame: FrameType) -> str:
-    """Return the name of the Python module whose code a frame runs."""
+    """Return the name of the Python module of a frame."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def shown(value: Any, depth: int = 0) -> str:
-    """Return the structure of a nested batch as text: shapes, dtypes and devices of the first items, and no values."""
+    """Return the structure of a nested batch as text: shapes, dtypes and devices of the first items, without values."""
     if isinstance(value, Tensor):
         return f"{tuple(value.shape)} {dtype_name(value)} {value.device}"
     if isinstance(value, np.ndarray):
@@ -188,7 +188,7 @@ def _listed(items: list[str], size: int) -> str:
 
 
 def _lines(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
-    """Return the frames of a traceback with the current line of each, outermost first."""
+    """Return (frame, current line) of a traceback, outermost first."""
     found = []
     while traceback is not None:
         found.append((traceback.tb_frame, traceback.tb_lineno))
@@ -196,15 +196,15 @@ def _lines(traceback: TracebackType | None) -> list[tuple[FrameType, int]]:
     return found
 
 
-# The loop over batches, and the current batch. Names of functions and local variables of this package are compared as
-# text from here on: whoever renames one must change it here too.
+# The loop over batches, and the current batch. From here on, names of functions and local variables of this package are
+# compared as text: rename them here too.
 
 
 def _role(frame: FrameType) -> str:
     """Return the role of a frame that loops over batches, or is an overridden `update`; else an empty string."""
     name, module = frame.f_code.co_name, module_of(frame)
     if (module, name) == ("trainwright.trainer", "compute_gradients"):
-        return "train" if isinstance(_window(frame), Window) else ""  # none in a frame that was cleared
+        return "train" if isinstance(_window(frame), Window) else ""  # a cleared frame has no window
     if (module, name) in (
         ("trainwright.evaluation.passes", "evaluate"),
         ("trainwright.evaluation.predictions", "predict"),
@@ -221,7 +221,7 @@ def _window(frame: FrameType) -> Any:
 
 
 def _fetches(frame: FrameType) -> bool:
-    """Return whether a frame that a loop called fetches a batch."""
+    """Return whether a frame, called by a loop, fetches a batch."""
     readers = (
         "trainwright.data",
         "torch.utils.data",
@@ -234,7 +234,7 @@ def _fetches(frame: FrameType) -> bool:
 def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role: str) -> tuple[Any, str]:
     """Return the current batch, as passed to the step, and its position in words."""
     if role != "train":
-        step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # it has the batch as moved
+        step = next((frame for frame in inner if frame.f_code.co_name in STEPS), None)  # holds the moved batch
         made = loop.f_locals.get("outputs", loop.f_locals.get("pairs", ()))
         done = loop.f_locals.get("seen", len(made))
         batch = loop.f_locals.get("batch", MISSING) if step is None else _first_argument(step)
@@ -246,13 +246,13 @@ def _batch(loop: FrameType, inner: tuple[FrameType, ...], *, trainer: Any, role:
         return batch, f"update {counters.updates + 1} {epoch}"
     if loop.f_code.co_name == "update":
         position, batch = 0, window[0] if batch is MISSING else batch
-    else:  # a micro-batch is counted when its loss is weighed
+    else:  # a micro-batch is counted when its loss is weighted
         position = window.position + (not _is_weighed(inner))
     return batch, f"train batch {counters.batch + position + 1} {epoch}"
 
 
 def _is_weighed(inner: tuple[FrameType, ...]) -> bool:
-    """Return whether the tracker has weighted the loss of the current micro-batch: not in a step, nor in `record`."""
+    """Return whether the tracker has weighted the loss of the current micro-batch."""
     first, called = inner[0], {frame.f_code.co_name for frame in inner}
     if module_of(first).startswith("torch."):
         return first.f_code.co_name == "backward"
@@ -265,11 +265,11 @@ def _first_argument(frame: FrameType) -> Any:
     return frame.f_locals.get(code.co_varnames[1], MISSING) if code.co_argcount > 1 else MISSING
 
 
-# What was computed: a layer, a loss, an output.
+# The computation in progress: a layer, a loss, an output.
 
 
 def _local(frames: tuple[FrameType, ...], name: str, *, module: str, function: str = "") -> Any:
-    """Return the innermost local variable of this name in frames of that module and function, else MISSING."""
+    """Return the innermost local variable of a name in frames of a module and function, else MISSING."""
     for frame in reversed(frames):
         fits = function in ("", frame.f_code.co_name) and module_of(frame).startswith(module)
         if fits and name in frame.f_locals:
@@ -288,7 +288,7 @@ def _layer(frames: tuple[FrameType, ...], model: nn.Module) -> CalledLayer | Non
 
 
 def _loss(frames: tuple[FrameType, ...], trainer: Any) -> LossCall | None:
-    """Return the call of a loss that failed: of the Trainer's, or of a loss of torch that a step calls itself."""
+    """Return the failed call of a loss: the Trainer's loss, or a torch loss called by the step."""
     loss, ours = trainer.loss, ("trainwright.update.batches", "trainwright.update.losses")
     functions = ("loss_of", "counted_loss_of", "exact_loss_of", "with_count", "evaluated")
     is_trainers = loss is not None and any(
@@ -310,7 +310,7 @@ def _loss(frames: tuple[FrameType, ...], trainer: Any) -> LossCall | None:
 
 
 def _output(frames: tuple[FrameType, ...], step: FrameType | None, *, in_loss: bool) -> Any:
-    """Return the output of the model, from the step, from a function of this package, or from the loss."""
+    """Return the output of the model, as held by the step, a function of this package, or the loss."""
     if step is not None and "output" in step.f_locals:
         return step.f_locals["output"]
     passed = _local(frames, "output", module="trainwright.")
@@ -318,7 +318,7 @@ def _output(frames: tuple[FrameType, ...], step: FrameType | None, *, in_loss: b
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Return whether a frame runs the user's own code."""
+    """Return whether a frame runs user code."""
     file = frame.f_code.co_filename
     installed = file.startswith("<") or "site-packages" in file or "/lib/python" in file
     return not installed and not module_of(frame).startswith(("torch.", "trainwright."))

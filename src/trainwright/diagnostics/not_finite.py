@@ -1,7 +1,7 @@
-"""Finds where a loss or a gradient stopped being finite: in the batch, the weights, a module's forward or backward.
+"""Finds the origin of a non-finite loss or gradient: the batch, a weight, or the forward or backward of a module.
 
-Imported when an update has failed. Nothing here changes the run: the model is as it was before the update, one forward
-(and one backward, where the loss is finite) runs once more under hooks, and everything is restored.
+Imported after a failed update. The model is in its state before the update. The search repeats one forward, and for a
+finite loss one backward, under hooks, and restores everything.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from trainwright.fit.run import Run
 
 _MOST = 5
-"""The most rows, tensors or names that are listed."""
+"""Maximum number of listed rows, tensors or names."""
 _DATA = "correct these rows in the data, or leave them out"
 _RATE = "a lower learning rate, or clip=1.0, where the weights have grown; else other initial weights"
 _LINE = "anomaly() names the line"
 
 
 def find_origin(run: Run) -> NonFiniteOrigin:
-    """Return where the current update stopped being finite, as far as that can be found; the run does not change."""
+    """Return the origin of the non-finite numbers of the current update, as far as found. The run does not change."""
     window, trainer = run.tracker.window, run.trainer
     if window is None:
         return NonFiniteOrigin()
@@ -57,11 +57,11 @@ def find_origin(run: Run) -> NonFiniteOrigin:
     weights = _in_weights(trainer)
     if weights:
         return NonFiniteOrigin((*lines, *weights), fix or _RATE)
-    # Only the user knows what an overridden method computes; a step that makes its own data would make other ones.
+    # An overridden method may compute anything. A step that makes its own data would make other data now.
     makes_data = any(batch is None for batch in window.batches)
     own = makes_data or trainer._hooks.has_custom_update or trainer._hooks.overrides_compute_gradients
-    several = trainer.world.size > 1 or is_sharded(*trainer.model.parameters())  # a forward may be a collective
-    missing = any(" NaN" in line for line in lines)  # infinite inputs may be intended, as in an attention mask
+    several = trainer.world.size > 1 or is_sharded(*trainer.model.parameters())  # forwards may be collectives
+    missing = any(" NaN" in line for line in lines)  # inf may be intended, as in an attention mask
     if own or several or missing:
         return NonFiniteOrigin(tuple(lines), fix)
     searched = _ModuleSearch(run, looks_at_inputs=not lines).run()
@@ -74,7 +74,7 @@ def _place(run: Run, position: int) -> str:
 
 
 def _in_batch(batch: Any, *, named: bool) -> list[str]:
-    """Return a line for each tensor of a batch that is not finite: how many elements, and in which rows."""
+    """Return a line for each non-finite tensor of a batch: the number of elements, and the rows."""
     target = default_split(batch)[1] if named and isinstance(batch, Mapping | tuple | list | Tensor) else None
     found = []
     for name, tensor in leaves_of(batch, "batch"):
@@ -85,7 +85,7 @@ def _in_batch(batch: Any, *, named: bool) -> list[str]:
 
 
 def _counted(*tensors: Tensor) -> str | None:
-    """Return the number of NaN and infinite elements as text; None where all are finite."""
+    """Return the numbers of NaN and infinite elements as text; None if all are finite."""
     nans = infinite = total = 0
     for tensor in tensors:
         if tensor.is_floating_point() or tensor.is_complex():
@@ -100,7 +100,7 @@ def _counted(*tensors: Tensor) -> str | None:
 
 
 def _rows(tensor: Tensor) -> str:
-    """Return the rows in which a tensor is not finite as text."""
+    """Return the rows of a tensor with non-finite elements, as text."""
     if tensor.ndim < 1 or len(tensor) < 2:
         return ""
     bad = (~torch.isfinite(tensor.detach())).reshape(len(tensor), -1).any(1).nonzero().flatten().tolist()
@@ -111,7 +111,7 @@ def _rows(tensor: Tensor) -> str:
 
 
 def _in_weights(trainer: Any) -> list[str]:
-    """Return a line for each weight that is not finite, and each buffer with NaN: inf may be intended there."""
+    """Return a line for each non-finite weight, and for each buffer with NaN. inf in a buffer may be intended."""
     found = []
     for root in networks_of(trainer):
         for name, parameter in root.named_parameters():
@@ -130,22 +130,22 @@ class _ModuleSearch:
         self._run, self._trainer = run, run.trainer
         self._looks_at_inputs = looks_at_inputs
         self._forward = ""
-        """Where the forward first was not finite; empty while it is finite."""
+        """The first non-finite place of the forward; empty if none."""
         self._backward: tuple[str, int, str] | None = None
-        """Where the backward first was not finite: "in" or "out" of a module, the id of the tensor, and the module."""
+        """The first non-finite place of the backward: ("in" or "out", id of the tensor, name of the module)."""
         self._open: list[str] = []
-        """The modules whose forward is running, outermost first."""
+        """Modules with a running forward, outermost first."""
         self._last = ""
         """The module that finished last."""
         self._seen: list[Tensor] = []
-        """Inputs and outputs of modules, kept alive while their ids are compared."""
+        """Inputs and outputs of modules; alive as long as their ids are compared."""
 
     def run(self) -> NonFiniteOrigin:
-        """Return the origin; an error of the user's code in the second run ends the search."""
+        """Return the origin. An error of user code during the search ends it."""
         try:
             with self._aside():
                 return self._searched()
-        except Exception as error:  # the user's code may count its calls; the first error is the one reported
+        except Exception as error:  # of user code, which may count its calls: the first error is reported
             return NonFiniteOrigin((f"a second forward, to find the module, failed with {type(error).__name__}",))
 
     def _searched(self) -> NonFiniteOrigin:
@@ -194,7 +194,7 @@ class _ModuleSearch:
 
     @contextmanager
     def _aside(self) -> Iterator[None]:
-        """Restore everything that a second forward and backward may change: they leave no trace."""
+        """Restore, at the end, everything that a second forward and backward may change."""
         trainer = self._trainer
         roots = networks_of(trainer)
         state, tracker = trainer.state, trainer._tracker
@@ -202,7 +202,7 @@ class _ModuleSearch:
             undo.enter_context(Snapshot(Buffers(lambda: roots)))
             undo.enter_context(rng_preserved())
             undo.enter_context(modes.untouched(*roots))
-            if "torch._dynamo" in sys.modules:  # hooks of compiled modules are called in eager mode alone
+            if "torch._dynamo" in sys.modules:  # compiled modules run hooks in eager mode alone
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             undo.callback(setattr, trainer, "state", state)
             undo.callback(setattr, trainer, "_tracker", tracker)
@@ -211,7 +211,7 @@ class _ModuleSearch:
             for root in roots:
                 for name, module in root.named_modules():
                     if isinstance(module, torch.jit.ScriptModule):
-                        continue  # it takes no Python hooks
+                        continue  # it does not support Python hooks
                     shown = title(name, module) if root is trainer.model else title("", module)
                     before = module.register_forward_pre_hook(
                         partial(self._enter, shown), with_kwargs=True, prepend=True
@@ -239,7 +239,7 @@ class _ModuleSearch:
         self._hook(tensors, "out", name)
 
     def _hook(self, tensors: list[Tensor], kind: str, name: str) -> None:
-        """Check the gradients of inputs or outputs of a module as soon as they are computed."""
+        """Register checks of the gradients of a module's inputs or outputs."""
         for tensor in tensors:
             if tensor.requires_grad:
                 self._seen.append(tensor)
@@ -248,7 +248,7 @@ class _ModuleSearch:
     def _looking(self, kind: str, key: int, name: str) -> Callable[[Tensor], None]:
         def look(gradient: Tensor) -> None:
             first = self._backward
-            # One tensor leaves a module and enters others: the innermost that it enters made its gradient.
+            # A tensor leaves one module and enters others. Its gradient comes from the innermost one that it enters.
             replaces = first is not None and first[1] == key and kind == "in"
             if (first is None or replaces) and _counted(gradient) is not None:
                 self._backward = (kind, key, name)

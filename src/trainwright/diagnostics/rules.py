@@ -1,12 +1,11 @@
-"""The rules that explain why a step failed, and the functions that they call; imported when a step has failed.
+"""The rules that explain failed steps. Imported after a failure.
 
 To add a rule:
 
-1. Write a function: it takes a `Failure` (`frames.py`), the facts that the traceback holds; with `layer` in its rule
-   also the module and its input, with `loss` also the output and the target. It returns an `Explanation`, or None where
-   it does not apply.
-2. Add its line to `RULES`, with the conditions under which it is called: the class of the error, a part of its message,
-   the layer or the loss that was called. The first explanation is shown, so a special rule stands above a general one.
+1. Write a function. It takes a `Failure` (`frames.py`); if its rule has `layer`, also the module and its input; if it
+   has `loss`, also the output and the target. It returns an `Explanation`, or None if it does not apply.
+2. Add a line to `RULES` with the conditions of its call: the class of the error, a part of its message, the called
+   layer or loss. The first explanation is shown: put a special rule above a general one.
 3. Add a case to `tests/mistakes/test_causes.py`: the error, the cause, and the fix that works.
 """
 
@@ -30,11 +29,11 @@ from trainwright.modules.freezing import layers_mixing_rows
 from trainwright.update.losses import fix_of_shapes
 
 MOST_SEARCHED = 10_000_000
-"""The largest number of targets whose minimum and maximum are computed."""
+"""Maximum number of targets whose minimum and maximum are computed."""
 
 
 class Explanation(NamedTuple):
-    """Why a step failed, and what to write instead."""
+    """The cause of a failed step, and the fix."""
 
     cause: str
     fix: str
@@ -45,18 +44,18 @@ class Rule:
     """One known cause of a failed step."""
 
     explain: Callable[..., Explanation | None]
-    """Takes the failure; with `layer` also the module and its input, with `loss` also the output and the target."""
+    """A function of the failure; with `layer` also of module and input, with `loss` also of output and target."""
     error: type[Exception] | tuple[type[Exception], ...] = Exception
     """The class of the error."""
     text: tuple[str, ...] = ()
-    """Texts of which the error's message contains one."""
+    """The message of the error contains one of these texts. Empty: any message."""
     layer: tuple[type[nn.Module], ...] = ()
-    """Types of the innermost module that was called; its input is one tensor."""
+    """Types of the innermost called module, with one tensor as its input. Empty: any."""
     loss: tuple[str, ...] = ()
-    """Functions of `torch.nn.functional` of which one was called, with two tensors."""
+    """Names of loss functions of `torch.nn.functional`, called with two tensors. Empty: any."""
 
     def apply(self, failure: Failure) -> Explanation | None:
-        """Return the explanation of a failure, or None where the rule does not apply."""
+        """Return the explanation of a failure; None if the rule does not apply."""
         if not isinstance(failure.error, self.error) or (self.text and not any(t in failure.text for t in self.text)):
             return None
         if self.layer:
@@ -96,7 +95,7 @@ def out_of_memory(failure: Failure) -> Explanation | None:
 
 
 def index_out_of_range_on_the_device(failure: Failure) -> Explanation | None:
-    """Explain a device-side assert, which CUDA reports later than the operation at fault."""
+    """Explain a device-side assert, which CUDA reports after the faulty operation."""
     return Explanation(
         f"an index was out of range on {failure.trainer.device}, at this batch or a little earlier",
         'Trainer(..., device="cpu") names the place; nothing works on this device until the process ends',
@@ -125,12 +124,12 @@ def module_without_forward(failure: Failure) -> Explanation | None:
 
 
 def step_that_calls_backward(failure: Failure) -> Explanation | None:
-    """Explain errors of a second backward by the call of `backward` in the training step."""
+    """Explain errors of a second backward if the training step calls `backward`."""
     return explain_own_backward(failure.trainer)
 
 
 def explain_own_backward(trainer: Any) -> Explanation | None:
-    """Return the explanation for a training step that calls `backward` itself, as a hand-written loop does."""
+    """Return the explanation for a training step that calls `backward`; None if it does not."""
     if not any("backward" in code.co_names for code in _user_code(trainer, "training_step")):
         return None
     return Explanation(
@@ -139,11 +138,11 @@ def explain_own_backward(trainer: Any) -> Explanation | None:
     )
 
 
-# Losses: an output and a target that the loss does not take.
+# Losses: an output and a target that do not fit the loss.
 
 
 def output_that_is_no_tensor(failure: Failure) -> Explanation | None:
-    """Explain an output, such as a dict or tuple, that the loss does not take."""
+    """Explain an output that is not a tensor, such as a dict or tuple."""
     output, trainer = failure.output, failure.trainer
     if failure.loss is None or output is MISSING or isinstance(output, Tensor):
         return None
@@ -158,7 +157,7 @@ def output_that_is_no_tensor(failure: Failure) -> Explanation | None:
 
 
 def _scores(output: Any) -> str:
-    """Return the part of an output that the loss most likely takes, as a Python expression."""
+    """Return the part of an output that is most likely the input of the loss, as a Python expression."""
     if isinstance(output, tuple | list):
         return f"output[{next((i for i, value in enumerate(output) if isinstance(value, Tensor)), 0)}]"
     held: Mapping[str, Any] = output if isinstance(output, Mapping) else getattr(output, "__dict__", {})
@@ -181,7 +180,7 @@ def classes_of_another_dtype(failure: Failure, output: Tensor, target: Tensor) -
 
 
 def classes_of_another_shape(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
-    """Explain class numbers in a column, and one-hot targets of integers."""
+    """Explain class numbers in a column, and integer one-hot targets."""
     if output.ndim < 2 or target.ndim != output.ndim or target.is_floating_point():
         return None
     cause = f"{_loss(failure)} takes one class number per row, (rows,); the targets are {tuple(target.shape)}"
@@ -193,7 +192,7 @@ def classes_of_another_shape(failure: Failure, output: Tensor, target: Tensor) -
 
 
 def classes_out_of_range(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
-    """Explain class numbers for which the model has no output; read on the CPU alone."""
+    """Explain class numbers without an output of the model. Values are read on the CPU alone."""
     if not target.is_cpu or not 0 < target.numel() < MOST_SEARCHED:
         return None
     classes, least, most = output.shape[1 if output.ndim > 1 else 0], int(target.min()), int(target.max())
@@ -229,7 +228,7 @@ def binary_targets_of_another_dtype(failure: Failure, output: Tensor, target: Te
 
 
 def binary_targets_of_another_shape(failure: Failure, output: Tensor, target: Tensor) -> Explanation | None:
-    """Explain targets of a binary cross entropy whose shape is not that of the output."""
+    """Explain targets of a binary cross entropy with another shape than the output."""
     if output.shape == target.shape:
         return None
     wanted = f"{_loss(failure)} takes targets of the output's shape {tuple(output.shape)}"
@@ -294,7 +293,7 @@ def batch_on_another_device(failure: Failure) -> Explanation | None:
 
 
 def tensor_made_on_another_device(failure: Failure) -> Explanation | None:
-    """Explain a tensor that the user's code creates on another device."""
+    """Explain a tensor that user code creates on another device."""
     device, frame, place = failure.trainer.device, failure.user_frame, failure.user_place
     if frame is None:
         return None
@@ -312,7 +311,7 @@ def _same_device(one: torch.device, other: torch.device) -> bool:
 
 
 def inputs_of_another_dtype(failure: Failure, module: nn.Module, given: Tensor) -> Explanation | None:
-    """Explain inputs whose dtype is not that of the weights, such as the float64 of NumPy."""
+    """Explain inputs with another dtype than the weights, such as NumPy's float64."""
     wanted = next((p.dtype for p in failure.trainer.model.parameters() if p.is_floating_point()), given.dtype)
     if given.dtype == wanted:
         return None
@@ -339,7 +338,7 @@ def one_row_under_batch_norm(failure: Failure) -> Explanation | None:
 
 
 def index_outside_an_embedding(failure: Failure, embedding: nn.Embedding, given: Tensor) -> Explanation | None:
-    """Explain indices for which an embedding has no row; read on the CPU alone."""
+    """Explain indices out of range of an embedding. Values are read on the CPU alone."""
     if not given.is_cpu or not given.numel():
         return None
     least, most, size = int(given.min()), int(given.max()), embedding.num_embeddings
@@ -349,7 +348,7 @@ def index_outside_an_embedding(failure: Failure, embedding: nn.Embedding, given:
 
 
 def weights_in_shards(failure: Failure) -> Explanation | None:
-    """Explain a use of sharded weights outside of a forward that gathers them."""
+    """Explain a use of sharded weights outside of the forward that gathers them."""
     model = failure.trainer.model
     own = [frame.f_code.co_name for frame in failure.frames if frame.f_locals.get("self") is model]
     method = next((name for name in own if name not in ("forward", "inner") and not name.startswith("_")), None)
@@ -385,7 +384,7 @@ def channels_of_a_convolution(failure: Failure, conv: nn.Conv2d, given: Tensor) 
 
 
 def _called(failure: Failure) -> str:
-    """Return type and name of the innermost module that was called, or of the model."""
+    """Return type and name of the innermost called module, or of the model."""
     return type(failure.trainer.model).__name__ if failure.layer is None else failure.layer.title
 
 
@@ -418,7 +417,7 @@ def graph_of_an_earlier_batch(failure: Failure) -> Explanation | None:
     )
 
 
-# Calls of the model with other arguments than its forward takes.
+# Calls of the model with wrong arguments.
 
 
 def other_inputs_than_forward_takes(failure: Failure) -> Explanation | None:
@@ -429,7 +428,7 @@ def other_inputs_than_forward_takes(failure: Failure) -> Explanation | None:
     names = list(inspect.signature(model.forward).parameters)
     takes = f"{type(model).__name__}.forward takes ({', '.join(names)})"
     if failure.role in ("predict", "report") and not splits_in_training(failure.trainer):
-        # Which item is the target, and which rows count, is known to the user's training_step alone.
+        # Only the user's training_step determines the target and the rows that count.
         returned = "StepOutput(None, output, target)" if failure.role == "report" else "output"
         return Explanation(
             f"{takes}, and the default predict_step gives it all items but the last",
@@ -444,7 +443,7 @@ def other_inputs_than_forward_takes(failure: Failure) -> Explanation | None:
 
 
 def _ends_in_weights(failure: Failure) -> bool:
-    """Return whether a batch is (inputs ..., target, weight), with a weight for each row."""
+    """Return whether a batch has the form (inputs ..., target, weight), with one weight per row."""
     items = failure.batch
     if not isinstance(items, tuple | list) or len(items) < 3 or not all(isinstance(one, Tensor) for one in items):
         return False
@@ -481,7 +480,7 @@ def _takes(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bool:
 
 
 def splits_in_training(trainer: Any) -> bool:
-    """Return whether the training step takes inputs and target from `split`, directly or by the default step."""
+    """Return whether the training step calls `split`, directly or through the default step."""
     codes = _user_code(trainer, "training_step")
     return not trainer._hooks.overrides_training_step or any(
         {"split", "training_step"} & set(code.co_names) for code in codes
@@ -536,9 +535,9 @@ RULES = (
     Rule(graph_of_an_earlier_batch, text=("backward through the graph a second time",)),
     Rule(other_inputs_than_forward_takes, error=TypeError),
 )
-"""The rules, in the order in which they are tried."""
+"""The rules, in the order of trial."""
 
 
 def explanation_of(failure: Failure) -> Explanation | None:
-    """Return the explanation of the first rule that applies, or None where none does."""
+    """Return the explanation of the first rule that applies; None if none does."""
     return next((found for rule in RULES if (found := rule.apply(failure)) is not None), None)

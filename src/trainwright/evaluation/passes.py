@@ -1,4 +1,4 @@
-"""Evaluation: passes over data that leave model, optimizer, random states and gradients exactly as they were."""
+"""Evaluation passes over data. They restore model, optimizer, random states and gradients exactly."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from trainwright.update.per_rank_state import complete_batches, position_text, r
 from trainwright.update.trainer_like import TrainerLike, free_transfer_memory, networks_of
 
 READ_EVERY = 128
-"""Batches between two reads from the device: memory for that many scalars, and no wait per batch."""
+"""Batches between two reads from the device. Costs memory for as many scalars, and avoids a wait per batch."""
 
 _NO_CONTEXT = nullcontext()
 _LOSS_OF_ROWS = "loss of each row"
-"""The name of the metric that gives the standard error of a loss; it is not reported."""
+"""The internal metric for the standard error of a loss. Not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """The numbers of one pass, and the standard errors where early stopping asks for them."""
+    """The numbers of one pass, and the standard errors that early stopping needs."""
 
     numbers: dict[str, float]
     errors: dict[str, float]
 
 
 def evaluate_sets(trainer: TrainerLike, sources: Mapping[str, Source]) -> dict[str, float]:
-    """Return the numbers of every set, named by its prefix."""
+    """Return the numbers of all sets, with names that begin with the prefix of the set."""
     numbers: dict[str, float] = {}
     for name, source in sources.items():
         evaluation = evaluate(trainer, source, name=name)
@@ -52,9 +52,10 @@ def evaluate_sets(trainer: TrainerLike, sources: Mapping[str, Source]) -> dict[s
 
 
 def evaluate(trainer: TrainerLike, source: Source, *, name: str, batches: int | None = None) -> Evaluation:
-    """Run `validation_step` over one pass of `source`, or over its first `batches`; numbers are `<name>_loss` etc.
+    """Run `validation_step` over one pass of `source`; return numbers such as `<name>_loss`.
 
-    Every rank runs its slice of each batch; the numbers are reduced to rank 0 and broadcast.
+    `batches`: use only the first ones. Each rank runs its slice of each batch. The numbers are reduced to rank 0 and
+    broadcast.
     """
     metrics, prefix, hooks = _metric_set(trainer, complete=batches is None), f"{name}_", trainer._hooks
     tracker = LossTracker(metrics, hooks)
@@ -74,7 +75,7 @@ def evaluate(trainer: TrainerLike, source: Source, *, name: str, batches: int | 
         if not any(trainer.world.sum_numbers(seen)):
             raise DataError(message(f"the {name} data gave no batch", want="at least one batch", where=False))
         errors = {} if metrics is None or hooks.standard_error_of is None else _take_errors(numbers, metrics, prefix)
-        # Inside the context that watches peers: a metric may fail on rank 0.
+        # Inside the peer-watching context: a metric may fail on rank 0.
         return trainer.world.broadcast(Evaluation(numbers, errors))
 
 
@@ -88,11 +89,15 @@ def side_effect_free(
     shows_gradients: bool = False,
     pauses: bool = False,
 ) -> Iterator[Source]:
-    """Enter eval mode, no gradients, the evaluation weights and a copy of `state`; restore everything at the end.
+    """Enter eval mode, no_grad, the evaluation weights and a copy of `state`; restore everything at the end.
 
-    Random states too, those of the loader included. Yields the source to read from: the position of the one given does
-    not move. Numbers logged inside go to `tracker`, by default to one of the pass's own. `name`: that of the set, for
-    an evaluation. `pauses`: the pass enters again, and its memory of transfers is not freed. An error gets a note.
+    Restored are also random states, those of the loader included. Yields the source to read: the position of `source`
+    itself does not move. Errors get an explaining note.
+
+    - `tracker`: receives the numbers logged inside; by default a temporary one.
+    - `name`: the name of the set, for an evaluation.
+    - `shows_gradients`: `.grad` is visible inside.
+    - `pauses`: the pass will enter again; transfer memory is not freed.
     """
     roots = networks_of(trainer)
     alone = not trainer._record.is_under_way and not pauses
@@ -119,20 +124,20 @@ def side_effect_free(
 
 @contextmanager
 def probe_context(trainer: TrainerLike, source: Source) -> Iterator[None]:
-    """Enter the context of a probe: free of side effects, as an evaluation, and the autocast of the precision."""
+    """Enter the context of a probe: that of an evaluation, and the autocast of the precision."""
     with side_effect_free(trainer, source, shows_gradients=True), autocast(trainer):
         yield
 
 
 def evaluation_weights(trainer: TrainerLike) -> AbstractContextManager[None]:
-    """Return a context in which the model holds the evaluation weights, averaged ones where there is an average."""
+    """Return a context in which the model holds the evaluation weights, such as averaged ones."""
     if trainer._record.outcome.lacks_weights:
         _warn_of_lost_weights()
     return _NO_CONTEXT if trainer._record.weights is None else trainer._record.weights.evaluated()
 
 
 def _warn_of_lost_weights() -> None:
-    line = user_line()  # a stack level would be wrong: how many frames lie between differs
+    line = user_line()  # no stack level: the number of frames in between varies
     warn(
         "the last fit was passed over, and its weights were not kept: the model holds those it was built with "
         f"until the next fit{f' ({line})' if line else ''}",
@@ -140,8 +145,8 @@ def _warn_of_lost_weights() -> None:
     )
 
 
-class _Instead:  # a class: every evaluation enters it, and a generator costs more
-    """A context with another tracker in place of training's, a copy of the user's `state`, and the name of a set."""
+class _Instead:  # a class: every evaluation enters it, and a generator is slower
+    """Context with the tracker of a pass, a copy of the user's `state`, and the name of a set."""
 
     __slots__ = ("_name", "_outer", "_tracker", "_trainer")
 
@@ -159,7 +164,7 @@ class _Instead:  # a class: every evaluation enters it, and a generator costs mo
 
 
 def autocast(trainer: TrainerLike) -> AbstractContextManager[Any]:
-    """Return the autocast of the precision, or a context that does nothing."""
+    """Return the autocast of the precision, or a null context."""
     context = None if trainer.precision is None else trainer.precision.autocast(trainer.device.type)
     return nullcontext() if context is None else context
 
@@ -167,7 +172,7 @@ def autocast(trainer: TrainerLike) -> AbstractContextManager[Any]:
 def autocast_step(trainer: TrainerLike, step: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """Return a step that runs under the autocast of the precision.
 
-    Called inside `side_effect_free`: a context of autocast notes at its creation whether its cache is switched on.
+    Call it inside `side_effect_free`: an autocast context reads at its creation whether its cache is enabled.
     """
     if trainer.precision is None:
         return step
@@ -181,7 +186,7 @@ def autocast_step(trainer: TrainerLike, step: Callable[[Any], Any]) -> Callable[
 
 
 def check_repeatable(source: Source) -> None:
-    """Refuse training data that `run_training_forwards` cannot iterate again, before the first update."""
+    """Raise DataError if `run_training_forwards` cannot iterate the training data again."""
     if not source.repeatable or source.length is None:
         raise SettingError(
             message(
@@ -194,13 +199,12 @@ def check_repeatable(source: Source) -> None:
 
 
 def run_training_forwards(trainer: TrainerLike, source: Source) -> None:
-    """Run the forwards of one training epoch, without gradients: BatchNorm statistics for averaged weights.
+    """Run the forwards of one training epoch without gradients, for the BatchNorm statistics of averaged weights.
 
-    The pass is the same at any time of a run, of epoch 0 and from fixed seeds: when the averaged weights are first
-    evaluated must not show in their statistics. With `on_nonfinite="skip"` a batch whose statistics are not finite is
-    left out, as in training.
+    The pass always uses epoch 0 and fixed seeds, so that the statistics do not depend on the time of the first
+    evaluation. With `on_nonfinite="skip"`, batches with non-finite statistics are left out, as in training.
     """
-    from trainwright.update.snapshot import Tensors  # rare: imports must stay quick
+    from trainwright.update.snapshot import Tensors  # rarely needed: imports stay quick
 
     tracker, aside = LossTracker(None, trainer._hooks), source.independent_copy()
     to_device = trainer._hooks.move
@@ -222,20 +226,20 @@ def run_training_forwards(trainer: TrainerLike, source: Source) -> None:
 
 @contextmanager
 def _on_all_ranks(trainer: TrainerLike) -> Iterator[None]:
-    """Watch the peers, and use the buffers of rank 0 on every rank."""
+    """Watch the peers, and broadcast the buffers of rank 0."""
     with trainer.world.watch(partial(position_text, trainer)), rank0_buffers(trainer):
         yield
 
 
 def _batches(trainer: TrainerLike, source: Source, tracker: LossTracker) -> Iterator[Any]:
-    """Return the batches of a pass, with several ranks those of this one."""
+    """Return the batches of a pass; with several ranks the slices of this rank."""
     if trainer.world.size > 1:
         return shard_batches(trainer, source, tracker)
-    return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, where signals are handled
+    return chain.from_iterable(map(source.epoch, (0,)))  # opened at the first batch, when signals are handled
 
 
 def _validation_step(trainer: TrainerLike, tracker: LossTracker) -> Callable[[Any], Any]:
-    """Return the step of an evaluation; where neither a known loss nor `count` gives the count of a mean, observed."""
+    """Return the step of an evaluation; an observed step if the count of the mean is unknown beforehand."""
     step, hooks, known = autocast_step(trainer, trainer.validation_step), trainer._hooks, trainer._hooks.known_loss
     is_known = known is not None and known.reduction == "mean" and not hooks.overrides_training_step
     if is_known or hooks.overrides_count:
@@ -246,8 +250,8 @@ def _validation_step(trainer: TrainerLike, tracker: LossTracker) -> Callable[[An
 def _observed_step(trainer: TrainerLike, step: Callable[[Any], Any], tracker: LossTracker) -> Callable[[Any], Any]:
     """Return a step in which the count of the mean is observed.
 
-    In the default step the loss alone is observed. A step of the user's own, or a model with a loss of its own, may
-    compute the mean anywhere: then all of the step is, unless none was found in its first batch.
+    In the default step, only the loss is observed. A custom step, or a model with a loss, may compute the mean
+    anywhere: then the complete step is observed, unless the first batch shows no mean.
     """
     hooks = trainer._hooks
     tracker.count_source = observer = CountObserver()
@@ -273,7 +277,7 @@ def _observed_step(trainer: TrainerLike, step: Callable[[Any], Any], tracker: Lo
 
 
 def _metric_set(trainer: TrainerLike, *, complete: bool) -> MetricSet | None:
-    """Return the metrics of an evaluation, with those whose standard error early stopping needs."""
+    """Return the metrics of an evaluation, with those for the standard error of early stopping."""
     metrics, spread = dict(trainer.metrics or {}), trainer._hooks.standard_error_of
     if spread == "loss":
         metrics[_LOSS_OF_ROWS] = _loss_of_rows(trainer)
@@ -295,7 +299,7 @@ def _loss_of_rows(trainer: TrainerLike) -> Any:
 
 
 def _take_errors(numbers: dict[str, float], metrics: MetricSet, prefix: str) -> dict[str, float]:
-    """Return the standard errors by name; the loss of each row leaves the numbers to report."""
+    """Return the standard errors by name; remove the internal metric from the reported numbers."""
     errors = metrics.errors(prefix)
     if prefix + _LOSS_OF_ROWS in numbers:
         del numbers[prefix + _LOSS_OF_ROWS]

@@ -1,4 +1,4 @@
-"""Predictions: the outputs of a pass in the order of the data, joined; with several ranks those of all of them."""
+"""Predictions: the joined outputs of a pass, in the order of the data, gathered from all ranks."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainwright.precision.autocast import beside_training
 from trainwright.update.trainer_like import TrainerLike, free_transfer_memory
 
 AT_ONCE = 2**23
-"""Bytes of the outputs of one rank, about, that are gathered at once."""
+"""Approximate bytes of outputs per rank and gather."""
 PIECE = 2**16
-"""Bytes of outputs that are copied into their place at once, at least: a copy for each small one would cost more."""
+"""Minimum bytes of outputs per copy into the preallocated tensor: single copies of small outputs cost more."""
 MOST_PINNED = 2**28
-"""Bytes of outputs of a CUDA device up to which they get pinned memory, which copies into it need not wait for."""
+"""Maximum bytes of pinned memory for outputs of a CUDA device. Copies into it do not block."""
 MOST = 128
-"""Batches whose outputs are gathered at once, at most."""
+"""Maximum number of batches per gather."""
 _END: Any = object()
-"""In place of a batch, after the last one."""
+"""Sentinel after the last batch."""
 
 
 def predict(trainer: TrainerLike, source: Source) -> Any:
-    """Return the outputs of `predict_step` over one pass in data order, joined on the CPU; see `join`.
+    """Return the outputs of `predict_step` over one pass, in data order, joined on the CPU (see `join`).
 
-    Each rank runs its rows of every batch, and all get the outputs of all, so that each needs host memory for all
-    of them. The outputs of streams with a part for each rank are in the order of batches, then of ranks.
+    Each rank runs its rows of each batch and gets the outputs of all ranks: each needs host memory for all of them. The
+    outputs of sharded streams are ordered by batch, then by rank.
     """
     outputs = make_outputs(trainer) if trainer.world.size > 1 or not source.rows else PreallocatedOutputs(source.rows)
     with side_effect_free(trainer, source) as aside:
@@ -45,7 +45,7 @@ def predict(trainer: TrainerLike, source: Source) -> Any:
         for batch in outputs.batches(aside):
             output = step(batch if to_device is None else to_device(batch))
             output = output.output if type(output) is StepOutput else output
-            # A step may enable gradients: the outputs of all batches would hold the graphs of all batches.
+            # A step may enable gradients. The outputs would then keep the graphs of all batches alive.
             plain = type(output) is Tensor and not output.requires_grad
             outputs.append(output if plain else detached(output))
         tensor = outputs.as_tensor()
@@ -59,11 +59,11 @@ def predict(trainer: TrainerLike, source: Source) -> Any:
 
 
 def predict_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
-    """Yield the output of `predict_step` for each batch of one pass in data order, on the CPU.
+    """Yield the output of `predict_step` for each batch of one pass, in data order, on the CPU.
 
-    The context of the pass is entered for each batch, and left before its output is yielded: the caller sees the
-    trainer as it was, and may train, or drop the iterator. The pass continues with its own random states and its own
-    copy of `state`. Several ranks iterate together; outputs are gathered, and may come several at a time.
+    The context of the pass is entered per batch, and left before the output is yielded. Between two outputs the caller
+    sees the unchanged trainer, and may train, or drop the iterator. The pass has its own random states and its own copy
+    of `state`. Several ranks iterate together; gathered outputs may come several at a time.
     """
     outputs = make_outputs(trainer)
     aside = source.independent_copy() if source.repeatable else source
@@ -92,14 +92,14 @@ def predict_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
 
 
 def _predict_one(trainer: TrainerLike, outputs: Outputs, batch: Any) -> None:
-    """Add the output for one batch."""
+    """Run one batch, and append its output."""
     to_device = trainer._hooks.move
     output = autocast_step(trainer, trainer.predict_step)(batch if to_device is None else to_device(batch))
     outputs.append(detached(output.output if type(output) is StepOutput else output))
 
 
 def make_outputs(trainer: TrainerLike) -> Outputs:
-    """Return the list for the outputs of a pass: of one rank, or of all ranks."""
+    """Return the empty list for the outputs of a pass, for one or several ranks."""
     return Outputs() if trainer.world.size == 1 else DistributedOutputs(trainer.world)
 
 
@@ -119,22 +119,22 @@ class Outputs(list[Any]):
         return list(self)
 
     def take(self, *, complete: bool) -> list[Any]:
-        """Remove and return the outputs that are known; `complete`: no batch follows."""
+        """Remove and return the outputs known so far. `complete`: no batch follows."""
         outputs = list(self)
         self.clear()
         return outputs
 
     def as_tensor(self) -> Tensor | None:
-        """Return all outputs as one tensor, where they were copied into one; else None, and `in_order` has them."""
+        """Return all outputs as one tensor; None if they were not copied into one. Then use `in_order`."""
         return None
 
 
 class PreallocatedOutputs(Outputs):
-    """The outputs of a source of known rows: tensors of one form are copied into one, allocated once for all of them.
+    """The outputs of a source with a known number of rows, copied into one preallocated tensor.
 
-    So the host never stores them twice. Outputs on the host wait until there are bytes enough for a copy; those of a
-    CUDA device are queued after its kernels, and nothing waits for it before the end. From the first output of
-    another form on all are stored as they came.
+    The host never stores outputs twice. Host outputs are collected until a copy pays. Copies from a CUDA device are
+    queued after its kernels, without a wait before the end. From the first output of another shape or dtype on, all
+    outputs are stored separately.
     """
 
     def __init__(self, rows: int) -> None:
@@ -142,11 +142,11 @@ class PreallocatedOutputs(Outputs):
         self._rows, self._at = rows, 0
         self._buffer: Tensor | None = None
         self._lengths: list[int] = []
-        """The rows of each output in there."""
+        """Rows of each copied output."""
         self._size = 0
-        """Bytes of the outputs that wait."""
+        """Bytes of the outputs that are not copied yet."""
         self._streams: set[Any] = set()
-        """The streams of the copies into it."""
+        """The streams of the copies."""
         self._is_apart = False
 
     def append(self, output: Any, /) -> None:
@@ -166,7 +166,7 @@ class PreallocatedOutputs(Outputs):
         return list(self)
 
     def as_tensor(self) -> Tensor | None:
-        """Return all outputs as one tensor; None where they are of several forms, or few enough to be concatenated."""
+        """Return all outputs as one tensor; None for several shapes or dtypes, or for few outputs."""
         if self._buffer is None or self._is_apart:
             return None
         self._fill()
@@ -176,7 +176,7 @@ class PreallocatedOutputs(Outputs):
         return self._buffer if self._at == self._rows else self._buffer[: self._at].clone()
 
     def _fill(self) -> None:
-        """Copy the waiting outputs into the one tensor; where their form differs, store all as they came."""
+        """Copy the collected outputs into the tensor; store all separately if shape or dtype differ."""
         pieces = list(self)
         if not pieces:
             return
@@ -202,7 +202,7 @@ class PreallocatedOutputs(Outputs):
                 self._streams.add(torch.cuda.current_stream(piece.device))
 
     def _store_apart(self) -> None:
-        """Store every output as it came."""
+        """Store each output separately."""
         if self._is_apart:
             return
         self._is_apart = True
@@ -218,10 +218,10 @@ class PreallocatedOutputs(Outputs):
 
 
 class DistributedOutputs(Outputs):
-    """The outputs of several ranks, gathered during the pass, so that every rank has those of all.
+    """The outputs of several ranks, gathered during the pass: every rank has all outputs.
 
-    Every rank runs as many batches as the others, for a forward may be a collective: where it has no rows of its own
-    it runs those of another rank, or its last batch again, and the output is dropped.
+    All ranks run the same number of batches, since a forward may be a collective. A rank without rows runs those of
+    another rank, or its last batch again, and drops the output.
     """
 
     def __init__(self, world: World) -> None:
@@ -242,7 +242,7 @@ class DistributedOutputs(Outputs):
 
     def append(self, output: Any, /) -> None:
         """Add the output of the current batch."""
-        super().append(None)  # how many there were
+        super().append(None)  # counts the batches
         self._waiting.append(None if self._rows == 0 else (_on_host(output), self._rows))
         if len(self._waiting) == self._limit:
             self._gather()
@@ -254,7 +254,7 @@ class DistributedOutputs(Outputs):
         return self._gathered
 
     def take(self, *, complete: bool) -> list[Any]:
-        """Remove and return the outputs that were exchanged; `complete`: exchange the waiting ones first."""
+        """Remove and return the gathered outputs. `complete`: gather the remaining ones first."""
         if complete and self._waiting:
             self._gather()
         self.clear()
@@ -266,7 +266,7 @@ class DistributedOutputs(Outputs):
         return current.batch
 
     def _gather(self) -> None:
-        """Exchange the waiting outputs; all ranks have as many, and compute the same limit for the next exchange."""
+        """Gather the collected outputs. All ranks have equally many, and compute the same limit for the next gather."""
         sent = self._world.all_gather(packed(self._waiting))
         for each in zip(*map(unpacked, sent), strict=True):
             self._gathered += _joined_slices([outputs for outputs in each if outputs is not None])
@@ -275,7 +275,7 @@ class DistributedOutputs(Outputs):
 
 
 def _is_block(output: Any) -> bool:
-    """Whether an output is a block of numbers, with rows, that can be concatenated with others."""
+    """Whether an output is a tensor or array with rows, which can be concatenated."""
     plain = type(output) is Tensor and output.layout is torch.strided and not output.is_quantized
     return plain and output.ndim > 0 and not output.requires_grad
 
@@ -287,9 +287,9 @@ def _on_host(output: Any) -> Any:
 
 
 def join(outputs: list[Any]) -> Any:
-    """Concatenate nested outputs along their rows; a list where the shapes do not allow it.
+    """Concatenate nested outputs along their rows; return a list if the shapes differ.
 
-    A list of dicts, one for each row, is such rows; so are lists whose lengths differ. Other lists are columns.
+    A list of dicts, one per row, is concatenated as rows; so are lists of different lengths. Other lists hold columns.
     """
     first = outputs[0]
     if isinstance(first, Tensor):
@@ -308,7 +308,7 @@ def join(outputs: list[Any]) -> Any:
 
 
 def _are_row_lists(outputs: list[Any]) -> bool:
-    """Whether lists hold something for each row: a detector's dicts, or as many entries as a batch has rows."""
+    """Whether lists hold one entry per row, such as the dicts of a detector."""
     if not isinstance(outputs[0], list):
         return False
     dicts = all(isinstance(row, Mapping) for output in outputs for row in output)
@@ -316,9 +316,9 @@ def _are_row_lists(outputs: list[Any]) -> bool:
 
 
 def _joined_slices(pieces: list[tuple[Any, int | None]]) -> list[Any]:
-    """Return the outputs of several ranks for one batch as its one output, or each by itself where they do not join."""
+    """Join the outputs of several ranks for one batch; return them separately if they cannot be joined."""
     outputs, rows = [output for output, _ in pieces], [n for _, n in pieces]
-    if len(outputs) < 2 or None in rows:  # a stream has batches of its own on each rank
+    if len(outputs) < 2 or None in rows:  # a sharded stream has separate batches on each rank
         return outputs
     try:
         return [_join_slices(outputs, [n for n in rows if n is not None])]
@@ -327,11 +327,11 @@ def _joined_slices(pieces: list[tuple[Any, int | None]]) -> list[Any]:
 
 
 class _NotJoinable(Exception):
-    """Outputs of slices of a batch are no output of the batch when they are concatenated."""
+    """The outputs of slices, concatenated, are not the output of the batch."""
 
 
 def _join_slices(pieces: Sequence[Any], rows: list[int]) -> Any:
-    """Concatenate the outputs of the slices of one batch; `rows` are those of each slice."""
+    """Concatenate the outputs of the slices of one batch. `rows`: the number of rows of each slice."""
     first = pieces[0]
     if not all(type(piece) is type(first) for piece in pieces):
         raise _NotJoinable
@@ -364,7 +364,7 @@ def _join_sequence_slices(pieces: Sequence[Any], rows: list[int]) -> Any:
 
 
 def _hold_rows(pieces: Sequence[Sequence[Any]], rows: list[int]) -> bool:
-    """Whether lists hold one entry for each row of their slice, and not columns that have as many rows."""
+    """Whether lists hold one entry per row of their slice, and not columns with as many rows."""
     if any(len(piece) != n for piece, n in zip(pieces, rows, strict=True)):
         return False
     columns = all(

@@ -1,4 +1,4 @@
-"""What a model is worth on data: scikit-learn's classification report, or R2, MAE and RMSE; and a picture of either."""
+"""Reports on a model's outputs: scikit-learn's classification report, or R2, MAE and RMSE, with a plot."""
 
 from __future__ import annotations
 
@@ -36,24 +36,24 @@ Kind = Literal["classes", "values"]
 Asked = Literal["auto", "classes", "values"]
 
 _MOST_LINES = 20
-"""Columns that the text shows one by one."""
+"""Maximum number of columns listed in the text."""
 
 
 @dataclass(frozen=True, slots=True, eq=False, kw_only=True)
 class Report:
-    """Outputs against targets, over all rows of a data set; printed, it is its `text`."""
+    """Outputs compared with targets over all rows of a data set. `print` shows `text`."""
 
     kind: Kind
     text: str
     """A table: precision, recall and F1 of each class, or R2, MAE and RMSE."""
     output: Any
-    """What `predict_step` gave, joined, on the CPU; a list of batches where their shapes differ."""
+    """The outputs of `predict_step`, joined, on the CPU; a list of batches if their shapes differ."""
     target: Any
-    """The targets, those included that do not count."""
+    """The targets, ignored ones included."""
     names: tuple[str, ...]
     """The classes in the order of the confusion matrix, or the columns of the values."""
     numbers: dict[str, Any]
-    """What `to_dict` gives a copy of."""
+    """The numbers; `to_dict` returns a copy."""
 
     def __str__(self) -> str:
         """Return the text."""
@@ -76,13 +76,13 @@ class Report:
     def to_dict(self) -> dict[str, Any]:
         """Return the numbers as plain data.
 
-        Classes: scikit-learn's dict, and "confusion_matrix", a row for each true class. Values: "R2", "MAE", "RMSE"
-        and "rows", and under "columns" the same for each of several.
+        Classes: the dict of scikit-learn, and "confusion_matrix" with one row per true class. Values: "R2", "MAE",
+        "RMSE" and "rows"; with several columns also "columns", with the same numbers for each.
         """
         return copy.deepcopy(self.numbers)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the confusion matrix, or outputs over targets; save it under `path` where given.
+        """Plot the confusion matrix, or outputs over targets; save the plot if `path` is given.
 
         Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
         """
@@ -101,11 +101,11 @@ def report(
     kind: Asked = "auto",
     names: Sequence[str] | None = None,
 ) -> Report:
-    """Compare the outputs of `predict_step` with the targets over one pass of `source`, without a trace.
+    """Compare the outputs of `predict_step` with the targets over one pass of `source`, without side effects.
 
-    `kind` "auto" is decided by the loss, else by dtypes and shapes. `names` are those of the classes, from class 0,
-    or of the columns. Targets that the loss ignores are left out. With several ranks each runs its rows, and all
-    get the report on all rows. SettingError where outputs and targets cannot be compared, or may be either kind.
+    `kind`: "auto" chooses by the loss, else by dtypes and shapes. `names`: of the classes, from class 0, or of the
+    columns. Targets that the loss ignores are left out. With several ranks each runs its rows, and all return the
+    report on all rows. SettingError if outputs and targets cannot be compared, or if "auto" cannot decide.
     """
     check_choice(kind, "report", "kind", choices=("auto", "classes", "values"))
     if names is not None and (isinstance(names, str) or not all(isinstance(name, str) for name in names)):
@@ -127,7 +127,7 @@ def _made(
 
 
 def _compared(trainer: TrainerLike, source: Source) -> list[tuple[Tensor, Tensor]]:
-    """Return output and target of every batch over all ranks, on the CPU, in the order of the data."""
+    """Return (output, target) of every batch over all ranks, on the CPU, in data order."""
     host, pairs = torch.device("cpu"), make_outputs(trainer)
     with side_effect_free(trainer, source) as aside, _split_once(trainer) as split_of:
         to_device = trainer._hooks.move
@@ -149,10 +149,10 @@ def _compared(trainer: TrainerLike, source: Source) -> list[tuple[Tensor, Tensor
 
 @contextmanager
 def _split_once(trainer: TrainerLike) -> Iterator[Callable[[Any], tuple[Any, Any]]]:
-    """Yield a function that returns the inputs and the target into which the step has split a batch, or splits it.
+    """Yield a function that returns (inputs, target) of a batch: as split by the step, else by a call of `split`.
 
-    A `split` of the user's own may draw random numbers, or change the batch: a second call would return another
-    target than the one that belongs to the output.
+    A custom `split` may draw random numbers or change the batch. A second call would return a target that does not
+    belong to the output.
     """
     hooks, made = trainer._hooks, list[tuple[Any, Any]]()
 
@@ -175,7 +175,7 @@ def _split_once(trainer: TrainerLike) -> Iterator[Callable[[Any], tuple[Any, Any
 
 
 def _check_known_target(trainer: TrainerLike, batch: Any) -> None:
-    """Refuse to use the last of many items as the target where no training step has used it as that."""
+    """Refuse to take the last of many items as the target, unless a training step has used it as such."""
     if not isinstance(batch, tuple | list) or len(batch) < 3:
         return
     from trainwright.diagnostics.rules import splits_in_training
@@ -219,7 +219,7 @@ def _of_classes(
         _check_names(names, seen, classes=decided.classes)
     labels = seen if names is None else list(range(len(names)))
     shown = [str(label) for label in labels] if names is None else list(names)
-    settings = {"labels": labels, "target_names": shown, "zero_division": 0}  # 0 is its default, with a warning
+    settings = {"labels": labels, "target_names": shown, "zero_division": 0}  # the default, without its warning
     text = str(classification_report(truth, guess, **settings))
     numbers = _plain(classification_report(truth, guess, output_dict=True, **settings))
     numbers["confusion_matrix"] = confusion_matrix(truth, guess, labels=labels).tolist()
@@ -237,7 +237,7 @@ def _check_names(names: Sequence[str], seen: Sequence[int], *, classes: int | No
 
 
 def _plain(value: Any) -> Any:
-    """Return nested dicts with NumPy's numbers as Python's."""
+    """Return nested dicts with Python numbers instead of NumPy's."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return value.item() if isinstance(value, np.generic) else value
@@ -247,7 +247,7 @@ def _of_values(
     pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
 ) -> tuple[str, Sequence[str], dict[str, Any]]:
     for found, true in pairs:
-        MAE()(found, true)  # refuses shapes that would be broadcast
+        MAE()(found, true)  # refuses shapes that would broadcast
     output, target = (_columns([pair[place] for pair in pairs]) for place in (0, 1))
     several = output.shape[1] > 1
     shown = [str(index) for index in range(output.shape[1])] if names is None else list(names)
@@ -267,7 +267,7 @@ def _of_values(
 
 
 def _columns(batches: Tensor | list[Tensor]) -> Tensor:
-    """Return everything as (rows, columns); one column of all elements where batches differ in shape."""
+    """Return all batches as (rows, columns); one column of all elements if their shapes differ."""
     joined = join(batches) if isinstance(batches, list) else batches
     if isinstance(joined, Tensor):
         return joined.reshape(len(joined), -1)
@@ -308,18 +308,18 @@ _LOSSES_BY_KIND: dict[OutputKind, tuple[Any, ...]] = {
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Guesses:
-    """Guessed and true class numbers of all positions that count, flat."""
+    """Predicted and true class numbers of all positions that count, flattened."""
 
     guess: Tensor
     target: Tensor
     classes: int | None
-    """The number of class scores; None where the outputs are class numbers already."""
+    """Number of class scores; None if the outputs are class numbers."""
     notes: tuple[str, ...] = ()
-    """Lines on how the guesses were made, for the text of the report."""
+    """Lines on the rule of the predictions, for the text of the report."""
 
 
 def output_kind(loss: Any) -> OutputKind:
-    """Return the kind of outputs that a loss reads; "unknown" for one that is not torch's own."""
+    """Return the kind of outputs that a loss takes; "unknown" for a loss that is not torch's."""
     function = loss.func if isinstance(loss, partial) else loss
     for family, members in _LOSSES_BY_KIND.items():
         if function in members or any(isinstance(function, m) for m in members if isinstance(m, type)):
@@ -328,7 +328,7 @@ def output_kind(loss: Any) -> OutputKind:
 
 
 def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["classes", "values"]:
-    """Return the task, found by the loss, else by dtypes and shapes; SettingError where the targets may be either."""
+    """Return the task by the loss, else by dtypes and shapes. SettingError if the targets may be of either kind."""
     family = output_kind(loss)
     if family != "unknown":
         return "values" if family == "values" else "classes"
@@ -346,10 +346,10 @@ def find_task_type(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Literal["cl
 
 
 def guess_classes(loss: Any, pairs: list[tuple[Tensor, Tensor]]) -> Guesses:
-    """Return a guess for each target that counts; SettingError where the shapes do not allow it.
+    """Return the predicted class of each target that counts.
 
-    Scores (N, C, d...) are guesses by their largest; one output per target is a yes or no, above 0, or above 0.5
-    where the loss takes probabilities; whole numbers are guesses already. NonFiniteError for a NaN among the scores.
+    Scores (N, C, d...): the class of the largest. One output per target: class 1 above 0, or above 0.5 if the loss
+    takes probabilities. Whole numbers: the class itself. SettingError for other shapes. NonFiniteError for a NaN.
     """
     family, ignored = output_kind(loss), _ignored(loss)
     missing = sum(int(output.isnan().sum()) for output, _ in pairs)
@@ -407,7 +407,7 @@ def _guess_binary(output: Tensor, target: Tensor, *, threshold: float) -> Guesse
 
 
 def _notes_on_logits(pairs: list[tuple[Tensor, Tensor]], first: Guesses, family: OutputKind) -> list[str]:
-    """Return a line where outputs that were taken for logits look like probabilities."""
+    """Return a line if outputs that count as logits look like probabilities."""
     if not first.notes or family == "probability":
         return []
     if any(bool(((output < 0) | (output > 1)).any()) for output, _ in pairs):
@@ -418,13 +418,13 @@ def _notes_on_logits(pairs: list[tuple[Tensor, Tensor]], first: Guesses, family:
 
 
 def _are_class_scores(output: Tensor, target: Tensor) -> bool:
-    """Whether shapes and dtypes are those of scores and class numbers."""
+    """Whether shapes and dtypes fit class scores and class numbers."""
     fits = output.dim() > 1 and output.shape[1] > 1 and target.shape == output.shape[:1] + output.shape[2:]
     return fits and not target.is_floating_point()
 
 
 def _may_be_classes(pairs: list[tuple[Tensor, Tensor]]) -> bool:
-    """Whether floating targets are all 0 or 1, or probabilities of classes that add up to 1."""
+    """Whether floating-point targets are all 0 or 1, or class probabilities that sum to 1."""
     if all(bool(((target == 0) | (target == 1)).all()) for _, target in pairs):
         return True
     return all(
@@ -439,6 +439,6 @@ def _adds_up_to_one(target: Tensor) -> bool:
 
 
 def _ignored(loss: Any) -> int:
-    """Return the `ignore_index` of a loss, torch's default where it has none."""
+    """Return the `ignore_index` of a loss, or torch's default."""
     index = loss.keywords.get("ignore_index") if isinstance(loss, partial) else getattr(loss, "ignore_index", None)
     return index if isinstance(index, int) else IGNORED

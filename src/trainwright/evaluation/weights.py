@@ -1,4 +1,4 @@
-"""The weights of evaluation and of the saved model: the trained ones, averaged ones, or those of the optimizer."""
+"""The weights for evaluation and for the saved model: trained, averaged, or those of the optimizer."""
 
 from __future__ import annotations
 
@@ -25,48 +25,48 @@ _NO_CONTEXT = nullcontext()
 
 
 class EvaluationWeights:
-    """The evaluation weights of one `fit`: the trained ones. `AverageWeights` and `OptimizerWeights` have two sets.
+    """The evaluation weights of one `fit`. In this class they are the trained weights; subclasses have two sets.
 
-    Inside `evaluated()` the model holds the evaluation weights. `install` leaves them in the model when the run ends,
-    and `restore` copies the trained weights back for a next `fit`.
+    Inside `evaluated()` the model holds the evaluation weights. `install` loads them at the end of the run; `restore`
+    copies the trained weights back for the next `fit`.
     """
 
     average: AveragedWeights | None = None
     differs = False
-    """Whether there can be two sets of weights."""
+    """Whether evaluation weights and trained weights may differ."""
 
     @property
     def name(self) -> str:
-        """The name of the evaluation weights: "averaged", or empty where they are the trained ones."""
+        """The name of the evaluation weights, such as "averaged"; empty for the trained ones."""
         return ""
 
     def start(self) -> None:
         """Prepare the trained weights for training."""
 
     def evaluated(self) -> AbstractContextManager[None]:
-        """Hold the evaluation weights inside; afterwards the trained ones again, bit for bit."""
+        """Return a context in which the model holds the evaluation weights. Restores the trained ones bit for bit."""
         return _NO_CONTEXT
 
     def install(self) -> None:
-        """Leave the evaluation weights in the model; called again after other weights were loaded into it."""
+        """Load the evaluation weights at the end of a run. Called again after other weights were loaded."""
 
     def restore(self) -> bool:
-        """Copy the trained weights back; False where the weights were changed since `install`."""
+        """Copy the trained weights back. Return False, without a copy, if the weights have changed since `install`."""
         return True
 
     def state_dict(self) -> Tree:
-        """Return the trained weights; called inside `evaluated`, when part "model" holds the evaluation weights."""
+        """Return the trained weights. Called inside `evaluated`: part "model" holds the evaluation weights."""
         return {}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Load a state, after the model and the optimizers; return a line to report, or None."""
+        """Load a state, after model and optimizers; return a line to report, or None."""
         return None
 
 
 def choose_weights(
     trainer: TrainerLike, average: AveragedWeights | None, forward: Callable[[], None] | None = None
 ) -> EvaluationWeights:
-    """Return the evaluation weights of a run; `forward` runs the training data once, for BatchNorm statistics."""
+    """Return the evaluation weights of a run. `forward`: runs the training data once, for BatchNorm statistics."""
     switching: list[Any] = [optimizer for optimizer in trainer.optimizers.values() if _switches(optimizer)]
     if switching:
         return _optimizer_weights(trainer, switching, average)
@@ -91,7 +91,7 @@ class AverageWeights(EvaluationWeights):
         self._model, self._average, self._forward = model, average, forward
         self.average = average
         self._buffers: list[tuple[Tensor, Tensor]] = []
-        """Buffers, each with the value that it has with the trained weights; set by `install`."""
+        """(buffer, its value with the trained weights); set by `install`."""
 
     @property
     def name(self) -> str:
@@ -100,7 +100,7 @@ class AverageWeights(EvaluationWeights):
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Hold the average inside; afterwards the trained weights again, bit for bit."""
+        """Context in which the model holds the average. Restores the trained weights bit for bit."""
         with (
             versions_preserved((*self._model.parameters(), *self._model.buffers())),
             self._average.swapped(self._forward),
@@ -108,24 +108,24 @@ class AverageWeights(EvaluationWeights):
             yield
 
     def install(self) -> None:
-        """Leave the average in the model; called again after other weights were loaded into it."""
+        """Load the average at the end of a run. Called again after other weights were loaded."""
         if not self._average.is_applied:
             self._buffers = [(buffer, buffer.detach().clone()) for buffer in self._model.buffers()]
         self._average.apply(self._forward)
 
     def restore(self) -> bool:
-        """Copy the trained weights back; False where the weights were changed since `install`."""
+        """Copy the trained weights back. Return False, without a copy, if the weights have changed since `install`."""
         if not self._average.taken:
             return True
         if not self._average.revert():
             return False
         with torch.no_grad():
-            for buffer, trained in self._buffers:  # those of a restored best are of another update
+            for buffer, trained in self._buffers:  # the buffers of a restored best are of another update
                 buffer.copy_(trained)
         return True
 
     def state_dict(self) -> Tree:
-        """Return the state of the average; called inside `evaluated`."""
+        """Return the state of the average. Called inside `evaluated`."""
         return self._average.state_dict()
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
@@ -134,7 +134,7 @@ class AverageWeights(EvaluationWeights):
 
 
 class OptimizerWeights(EvaluationWeights):
-    """The evaluation weights of optimizers that hold two sets (schedule-free ones), switched by `train` and `eval`."""
+    """The evaluation weights of schedule-free optimizers, which switch between two sets by `train` and `eval`."""
 
     differs = True
 
@@ -158,7 +158,7 @@ class OptimizerWeights(EvaluationWeights):
 
     @contextmanager
     def evaluated(self) -> Iterator[None]:
-        """Hold the evaluation weights inside; afterwards the trained ones again, bit for bit."""
+        """Context in which the model holds the evaluation weights. Restores the trained ones bit for bit."""
         if self._installed or self._trained is not None:
             yield
             return
@@ -172,12 +172,12 @@ class OptimizerWeights(EvaluationWeights):
                 self._trained = None
 
     def install(self) -> None:
-        """Leave the evaluation weights in the model."""
+        """Load the evaluation weights at the end of a run."""
         self._switch_to_eval()
         self._installed = True
 
     def state_dict(self) -> Tree:
-        """Return the trained weights by name; called inside `evaluated`."""
+        """Return the trained weights by name. Called inside `evaluated`."""
         return {"raw": None if self._trained is None else self._by_name(self._trained)}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
@@ -193,7 +193,7 @@ class OptimizerWeights(EvaluationWeights):
         return parameters_in(*self._optimizers)
 
     def _by_name(self, tensors: Sequence[Tensor]) -> dict[str | int, Tensor]:
-        """Return tensors in the order of the parameters by name, or by number where a parameter has no name."""
+        """Return the tensors, in parameter order, by name; by number for parameters without a name."""
         names, nameless = parameter_names(self._modules), count()
         keys = [names.get(id(parameter)) for parameter in self._parameters]
         return {next(nameless) if key is None else key: tensor for key, tensor in zip(keys, tensors, strict=True)}
@@ -203,7 +203,7 @@ class OptimizerWeights(EvaluationWeights):
             optimizer.eval()
 
     def _load_trained(self) -> None:
-        # The switch computes the trained weights, and may round: the copies are exact.
+        # The switch computes the trained weights with rounding errors. The copies are exact.
         self.start()
         assert self._trained is not None
         with torch.no_grad():

@@ -1,19 +1,23 @@
-"""Observers: who watches a run, where its numbers go, and how it is measured.
+"""Observers: report the events of a run, and measure it.
 
-In reading order: `console.py` (header, rows, end) with `table.py` (numbers as text, rows that fit a width) and
-`live.py` (the bar); `journal.py` (every number as lines of JSON); `loggers/` (experiment trackers); `probes.py` (a
-function of the user, statistics by parameter), `throughput.py` (rates, memory), `profiler.py` (torch's profiler).
+In reading order: `console.py` (header, rows, end) with `table.py` (numbers as text, rows of limited width) and
+`live.py` (progress bar); `journal.py` (all numbers as JSON lines); `loggers/` (experiment trackers); `probes.py`
+(functions of the user, statistics per parameter); `throughput.py` (speed, memory); `profiler.py` (torch's profiler).
 
-Promises: an observer gets records of plain numbers, cannot change the run, and costs nothing in a step whose event it
-does not override. It runs on rank 0 alone; all ranks need a `RunObserver` that has a `name`. After a resume the journal
-and the trackers hold each update once.
+Promises: an observer receives records of plain numbers and cannot change the run. An event that no observer overrides
+costs nothing. Observers run on rank 0 alone; a `RunObserver` with a `name` must be given on all ranks. After a resume
+the journal and the trackers hold each update once.
 
-To write one: subclass `Observer`, override `on_...`, and give it as `observers=[...]`. One that measures the run: a
-`RunObserver` (`probes.py`) with its `Inspector` in `fit/inspection.py`, and a line in `inspectors_of`. A new event: a
-method of `Observer`, its name in `protocols.EVENTS`, and a caller that asks `listeners`. The callers: `on_update`
-`update/reporter.py`; `on_validate`, `on_epoch` `fit/boundary.py`; `on_save` `fit/saving.py`; `on_fit_start`,
-`on_fit_end` `fit/context.py`; the others `fit/inspection.py`. A tracker of experiments: a subclass of `Logger` in a
-module of `loggers/` like `tensorboard.py`. Public names: `observers/__init__.pyi`, and an extra in `pyproject.toml`.
+To add:
+
+- an observer: subclass `Observer`, override `on_...`, and pass it in `observers=[...]`;
+- an observer that measures the run: subclass `RunObserver` (`probes.py`), and add its `Inspector` and a line of
+  `inspectors_of` in `fit/inspection.py`;
+- an event: add a method to `Observer`, its name to `protocols.EVENTS`, and a caller of `listeners`. Callers today:
+  `update/reporter.py` (`on_update`), `fit/boundary.py` (`on_validate`, `on_epoch`), `fit/saving.py` (`on_save`),
+  `fit/context.py` (`on_fit_start`, `on_fit_end`), `fit/inspection.py` (all others);
+- a tracker: subclass `Logger` in a module of `loggers/`, like `tensorboard.py`; add its name to `__init__.pyi` and an
+  extra to `pyproject.toml`.
 """
 
 from trainwright.core.lazy import lazy_names

@@ -1,4 +1,4 @@
-"""The console: the plan of a run, one row per validation and epoch, and the end of the run."""
+"""Prints the plan of a run, one row per validation and epoch, and a summary at its end."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ if TYPE_CHECKING:
     from trainwright.observers.throughput import Speed
 
 WIDEST = 100
-"""The widest line in characters, on a terminal or in a file."""
+"""Maximum width of a line in characters."""
 WORTH_SAYING = 1.0
-"""Seconds of waiting, for saves or for data, from which the end of a run reports them."""
+"""Minimum seconds of waiting, for saves or for data, that the summary reports."""
 MUCH = 0.25
-"""The share of the time spent waiting for data from which the last line reports it."""
+"""Minimum share of time spent waiting for data that the summary reports."""
 
 
 @suggests
 class Console(Observer):
-    """Prints a few lines before a run, a table during it and a few lines after it.
+    """Prints the plan before a run, a table during it, and a summary after it.
 
-    Nothing is printed per update, and no control characters; a terminal also shows a bar for the running epoch.
+    Prints nothing per update, and no control characters. A terminal also shows a progress bar of the epoch.
 
     Args:
-        stream: Where to print. None: standard output.
-        width: The width in characters. None: that of the terminal, at most 100, or 100 where the stream is no terminal.
+        stream: The stream to print to. None: standard output.
+        width: The width in characters. None: the width of the terminal, at most 100; 100 without a terminal.
     """
 
     def __init__(self, stream: TextIO | None = None, *, width: int | None = None) -> None:
@@ -58,20 +58,20 @@ class Console(Observer):
         self._last: tuple[int, int] | None = None
         self._plan = Plan()
         self._speeds: list[Speed] = []
-        """Speeds since the last line of speed."""
+        """Speeds since the last printed speed line."""
         self._noted = False
-        """Whether a line of this run has explained a missing number."""
+        """Whether a missing number was explained in this run already."""
         self._seconds = self._data_seconds = 0.0
-        """Seconds of training so far, and of those the seconds spent waiting for data."""
+        """Seconds of training so far; the part of them spent waiting for data."""
 
     @property
     def stream(self) -> TextIO:
-        """The stream that it prints to."""
+        """The stream to print to."""
         return sys.stdout if self._stream is None else self._stream
 
     @property
     def width(self) -> int:
-        """Characters of the widest line."""
+        """Maximum width of a line in characters."""
         if self._width is not None:
             return self._width
         if not self.stream.isatty():
@@ -87,7 +87,7 @@ class Console(Observer):
             self._print(*header(plan, self.width), "")
 
     def on_speed(self, speed: Speed) -> None:
-        """Collect the speed for the line after the epoch's row."""
+        """Store the speed for the line after the row of the epoch."""
         self._speeds.append(speed)
 
     def on_validate(self, record: Validation) -> None:
@@ -95,12 +95,12 @@ class Console(Observer):
         self._row(record)
 
     def on_epoch(self, record: Validation) -> None:
-        """Print a row, unless the validation at the epoch's end printed it, and the speed of the epoch."""
+        """Print a row, unless the validation at the end of the epoch has printed it, and the speed of the epoch."""
         self._row(record)
         self._speed()
 
     def on_fit_end(self, result: Result) -> None:
-        """Print the course of losses and watched numbers, the end, the best, and the weights that the model holds."""
+        """Print sparklines of losses and monitored numbers, the end, the best, and the final weights."""
         finished, watched = self._plan.finished, self._plan.watched
         self._speed()
         if finished:
@@ -130,9 +130,9 @@ class Console(Observer):
 
 
 def console_observers(console: bool | Console) -> list[Observer]:
-    """Return the observers of the setting `console`: none, the console, or with a live bar before it.
+    """Return the observers of the setting `console`: none, the console, or a progress bar and the console.
 
-    A live bar is drawn on a terminal and in a notebook.
+    The bar is drawn on a terminal and in a notebook.
     """
     if console is False:
         return []
@@ -149,7 +149,7 @@ def console_observers(console: bool | Console) -> list[Observer]:
 
 
 def _in_notebook() -> bool:
-    """Return whether the process is the kernel of a notebook; IPython on a terminal has none."""
+    """Return whether the process is a notebook kernel. IPython on a terminal has no kernel."""
     ipython = sys.modules.get("IPython")
     return ipython is not None and getattr(ipython.get_ipython(), "kernel", None) is not None
 
@@ -174,9 +174,9 @@ def header(plan: Plan, width: int = WIDEST) -> list[str]:
 
 
 def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), data_share: float = 0.0) -> list[str]:
-    """Return the lines on the end of a run: last the weights that the model holds, and advice where data were slow.
+    """Return the lines of the summary at the end of a run.
 
-    `data_share`: the share of its time that training waited for data.
+    `data_share`: the share of time spent waiting for data, 0 to 1.
     """
     values = _courses(result.history, watched)
     longest = max([8, *map(len, values)])
@@ -197,7 +197,7 @@ def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), 
 
 
 def at_once(finished: str, result: Result, width: int = WIDEST) -> list[str]:
-    """Return the one line of a run that was finished before it began."""
+    """Return the line for a run that had finished in an earlier session."""
     best = result.best
     found = [] if best is None else [f"best {best.name} {number(best.value)}"]
     return joined([f"{finished} is finished: {result.stopped}", *found, f"weights: {result.weights}"], width)
@@ -237,7 +237,7 @@ def _arithmetic(plan: Plan) -> list[str]:
 
 
 def _courses(history: Sequence[Mapping[str, float]], watched: Sequence[str]) -> dict[str, list[float]]:
-    """Return losses and watched numbers over the history: at most four; losses of further sets are dropped first."""
+    """Return the history of at most four losses and monitored numbers. Losses of further sets are dropped first."""
     known = list(dict.fromkeys(name for row in history for name in row))
     sets = [name for name in known if is_set_loss(name, known)]
     values = {name: [row[name] for row in history if name in row] for name in known}

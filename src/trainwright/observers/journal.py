@@ -1,4 +1,4 @@
-"""The journal: every number of a run as lines of JSON, which survive a crash and continue after a resume."""
+"""Writes all numbers of a run as JSON lines, which survive a crash and continue after a resume."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from trainwright.observers.throughput import Speed
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
-"""First characters of a cell that a spreadsheet reads as a formula."""
+"""First characters of a cell that a spreadsheet runs as a formula."""
 _WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode
 
@@ -33,18 +33,18 @@ _encode = json.JSONEncoder(allow_nan=False, ensure_ascii=False, separators=(",",
 class Journal(Observer):
     """Appends one JSON object per event to a file: start, update, speed, statistics, validate, epoch, save, end.
 
-    Lines are flushed to the system as they are written, so that a complete checkpoint never holds updates that the
-    journal lacks. NaN and infinity are written as the strings "NaN", "Infinity", "-Infinity", which `read_journal`
-    turns back into numbers. A save is written when its checkpoint is complete, some updates after the update that it
-    saves. A checkpoint that was complete right before a crash may have no such line.
+    Each line is flushed to the system when it is written, so that the journal holds all updates of a complete
+    checkpoint. NaN and infinity are written as the strings "NaN", "Infinity", "-Infinity"; `read_journal` returns them
+    as numbers. A save is written when its checkpoint is complete, some updates after the saved update. A checkpoint
+    completed right before a crash may lack this line.
 
     Args:
         path: The file. An existing journal is appended to.
-        updates: Write every nth update (a skipped one always). Each line costs a few microseconds.
+        updates: Write every nth update, and all skipped ones. Each line costs a few microseconds.
 
     Raises:
-        DataError: For a file that does not begin with a record.
-        SettingError: For a path that is no regular file: a device or a pipe cannot be read back on resume.
+        DataError: If the file does not begin with a record.
+        SettingError: If the path is not a regular file: a device or pipe cannot be read back on resume.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, updates: int | Updates = 1) -> None:
@@ -61,10 +61,10 @@ class Journal(Observer):
         """Skipped updates of this stage: so far, and at its resume. `Progress.updates` does not count them."""
 
     def resume_at(self, update: int, skipped: int = 0, *, continues: bool = True) -> None:
-        """Drop the records of the last run in the file after `update` and so many skipped updates: they will be redone.
+        """Remove the records of the last run after `update` and `skipped` skipped updates: the run repeats them.
 
-        Records of saves of that update or earlier ones remain, though they were written later. `continues`: drop the
-        final validation at that update too, which a run that never ended does not make.
+        Records of saves of that update and earlier ones remain. `continues`: also remove the final validation at that
+        update, which an uninterrupted run does not make.
         """
         is_open = self._file is not None
         self._close()
@@ -138,7 +138,7 @@ class Journal(Observer):
         self._write(record | costs)
 
     def on_fit_end(self, result: Result) -> None:
-        """Write how the run ended and close the file."""
+        """Write the end of the run, and close the file."""
         best = result.best
         found = best and {"name": best.name, "value": best.value, "epoch": best.epoch, "update": best.update}
         names = ("updates", "epochs", "stopped", "seconds", "blocked", "skipped", "weights")
@@ -160,7 +160,7 @@ class Journal(Observer):
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             _end_last_line(self.path)
-        # Line buffering: a process may be killed as soon as a checkpoint, written in the background, is complete.
+        # Line buffering: the process may be killed as soon as a checkpoint, written in the background, is complete.
         # A lone surrogate, from a file name that is not UTF-8, is written as its JSON escape.
         self._file = self.path.open("a", buffering=1, encoding="utf-8", errors="backslashreplace", newline="\n")
         self._write(self._start)
@@ -185,13 +185,13 @@ class Journal(Observer):
 
 
 def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the records of a journal, oldest first, without a last line that a crash has cut off.
+    """Return the records of a journal, oldest first. A last line cut off by a crash is left out.
 
     Args:
         path: The file of a `Journal`.
 
     Raises:
-        DataError: With the number of the line, for a line that is no record.
+        DataError: If a line is not a record; the error holds the number of the line.
     """
     return [record for _, record in _lines(local_path(path, "read_journal({})", reads=True, file=True))]
 
@@ -199,8 +199,8 @@ def read_journal(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str]) -> None:
     """Write the updates, validations and epochs of a journal as CSV: one row per record, one column per number.
 
-    Texts that begin with `=`, `+`, `-`, `@`, a tab or a carriage return get an apostrophe in front: otherwise a
-    spreadsheet would run them as formulas. Numbers are written as they are.
+    Text that begins with `=`, `+`, `-`, `@`, a tab or a carriage return is prefixed by an apostrophe, so that a
+    spreadsheet does not run it as a formula.
 
     Args:
         path: The file of a `Journal`.
@@ -219,12 +219,12 @@ def journal_to_csv(path: str | os.PathLike[str], csv_path: str | os.PathLike[str
 
 
 def _cell(value: Any) -> Any:
-    """Return a value as a cell that no spreadsheet reads as a formula."""
+    """Return a value as a cell that a spreadsheet does not run as a formula."""
     return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA) else value
 
 
 def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Return the records, each with the offset of its line in bytes."""
+    """Return (byte offset of the line, record) for each record."""
     records: list[tuple[int, dict[str, Any]]] = []
     with path.open("rb") as file:
         while line := file.readline():
@@ -234,7 +234,7 @@ def _lines(path: Path) -> list[tuple[int, dict[str, Any]]]:
 
 
 def _is_torn(line: bytes) -> bool:
-    """Return whether a line is a record cut off by a crash, or the zeros that a power failure leaves."""
+    """Return whether a line is a record cut off by a crash, or the zeros left by a power failure."""
     if line.endswith(b"\n"):
         return False
     line, head = line.rstrip(b"\0"), b'{"event":'
@@ -250,11 +250,11 @@ def _is_json(line: bytes) -> bool:
 
 
 def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
-    """Return the record of a line. DataError where there is none, or where its counters are no counts."""
+    """Return the record of a line. DataError if it is none, or if its counters are not counts."""
     try:
         record = _read_back(json.loads(line))
         why = _fault(record)
-    except (ValueError, RecursionError) as error:  # no JSON, no UTF-8, a number of 5,000 digits, nested too deeply
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, a number of 5,000 digits, nested too deeply
         record, why = {}, f"no JSON: {error}"
     if why:
         what = f"{path}: line {number} is no record of a journal"
@@ -266,7 +266,7 @@ def _record(line: bytes, path: Path, number: int | str) -> dict[str, Any]:
 
 
 def _fault(record: Any) -> str:
-    """Return why a value is no record; empty where it is one."""
+    """Return why a value is not a record; empty if it is one."""
     if not isinstance(record, dict):
         return f"a {type(record).__name__}: {str(record)[:60]}"
     if not isinstance(record.get("event"), str):
@@ -280,9 +280,9 @@ def _fault(record: Any) -> str:
 
 
 def _end_last_line(path: Path) -> None:
-    """Cut off a last line that a crash has torn, or end a complete one: the next record needs a line of its own.
+    """Remove an incomplete last line, or add the missing line end to a complete one, before the next record.
 
-    DataError where the file does not begin and end with a record: it is no journal, and is not changed.
+    DataError if the file does not begin and end with a record: it is not a journal, and is not changed.
     """
     with path.open("rb+") as file:
         first = file.readline()
@@ -298,7 +298,7 @@ def _end_last_line(path: Path) -> None:
 
 
 def _after_last_line_end(file: BinaryIO) -> bytes:
-    """Return the bytes after the last line end, read in larger and larger blocks from the end of the file."""
+    """Return the bytes after the last line end. Reads growing blocks from the end of the file."""
     size, block, found = file.seek(0, os.SEEK_END), 1 << 16, b""
     while b"\n" not in found and len(found) < size:
         file.seek(max(0, size - block))
@@ -309,7 +309,7 @@ def _after_last_line_end(file: BinaryIO) -> bytes:
 def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
     """Return the index of the first record of the last run: a start whose first update is below earlier ones.
 
-    Only the first record after a start counts: updates rise within a session, but saves are written late.
+    Only the first record after a start is compared: updates rise within a session, but saves are written late.
     """
     begin = session = 0
     highest, is_fresh = -1, True
@@ -324,25 +324,25 @@ def _last_run(lines: list[tuple[int, dict[str, Any]]]) -> int:
 
 
 def _position(record: Mapping[str, Any]) -> int:
-    """Return the update of a record; -1 for those without one, which belong to the record before them."""
+    """Return the update of a record; -1 for a record without one, which belongs to the record before it."""
     at: int = record.get("update", -1)
     return at
 
 
 def _held_back(record: Mapping[str, Any]) -> int:
-    """Return the number of skipped updates that a record holds, its own included; 0 where it holds none."""
+    """Return the number of skipped updates in a record, its own included; 0 if it has none."""
     counts = record["event"] in ("validate", "epoch")
     held_back: int = record.get("skipped" if counts else "held_back", 0)
     return held_back
 
 
 def _is_final(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of a validation made only because the run ended early."""
+    """Return whether a record is the validation at an early end."""
     return bool(record.get("final", False))
 
 
 def _is_save(record: Mapping[str, Any]) -> bool:
-    """Return whether a record is of a save, which may come after records of later updates."""
+    """Return whether a record is a save, which may follow records of later updates."""
     return bool(record["event"] == "save")
 
 
@@ -350,12 +350,12 @@ def _line(record: Mapping[str, Any]) -> str:
     """Return a record as a line of strict JSON."""
     try:
         return _encode(record) + "\n"
-    except ValueError:  # NaN or infinity, which JSON lacks
+    except ValueError:  # NaN or infinity, which strict JSON lacks
         return _encode(_as_strings(record)) + "\n"
 
 
 def _as_strings(value: Any) -> Any:
-    """Return the value with NaN and infinity as strings."""
+    """Return a value with NaN and infinity as strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, Mapping):
@@ -364,7 +364,7 @@ def _as_strings(value: Any) -> Any:
 
 
 def _read_back(value: Any) -> Any:
-    """Return the value with the strings of `_as_strings` as numbers."""
+    """Return a value with the strings of `_as_strings` as numbers."""
     if isinstance(value, str):
         return _WORDS.get(value, value)
     if isinstance(value, dict):
@@ -373,7 +373,7 @@ def _read_back(value: Any) -> Any:
 
 
 def _flat(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record without inner mappings: `metrics` and `values` become columns, `lrs` lr_0, lr_1, ..."""
+    """Return a record without nested mappings: `metrics` and `values` become columns, `lrs` becomes lr_0, lr_1, ..."""
     row: dict[str, Any] = {}
     for name, value in record.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""The progress bar of the running epoch on a terminal or in a notebook: one line, cleared before others appear."""
+"""The progress bar of the current epoch on a terminal or in a notebook: one line, cleared before other output."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ _BAR, _LEAST_BAR = 24, 8
 
 
 class LiveBar(Observer):
-    """A bar of the updates of the running epoch, with loss, learning rate and the time left for the run.
+    """A progress bar over the updates of the current epoch, with loss, learning rate and remaining time of the run.
 
-    It is redrawn at most ten times a second on a terminal, and four times in a notebook.
+    Redrawn at most ten times a second on a terminal, and four times a second in a notebook.
     """
 
     def __init__(self, stream: TextIO, *, width: int = 100) -> None:
@@ -34,7 +34,7 @@ class LiveBar(Observer):
         self._began = 0.0
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Store the plan: the number of epochs and of updates in each."""
+        """Store the plan: the number of epochs, and of updates per epoch."""
         self._plan = plan
         self._seen, self._began = 0, time.monotonic()
         self._close()
@@ -42,9 +42,9 @@ class LiveBar(Observer):
             self._stream.begin()
 
     def on_update(self, update: Update) -> None:
-        """Advance the bar; text is formatted only when it is redrawn."""
+        """Advance the bar. Text is formatted only when the bar is redrawn."""
         self._seen += 1
-        self._earlier = 0 if update.update <= self._earlier else self._earlier  # a failed stage that is resumed
+        self._earlier = 0 if update.update <= self._earlier else self._earlier  # the resume of a failed stage
         self._done = update.update - self._earlier
         bar = self._bar
         if bar is None or self._epoch != update.epoch:
@@ -62,14 +62,14 @@ class LiveBar(Observer):
         self._close()
 
     def on_fit_end(self, result: Result) -> None:
-        """Close the bar, and blank its line: a terminal has written ^C there for the Ctrl-C that ended the run."""
+        """Close the bar, and clear its line, on which a terminal may have written ^C."""
         self._close()
         if not isinstance(self._stream, CellOutput):
             self._stream.write(f"\r{' ' * (self._width - 1)}\r")
         self._earlier += result.updates
 
     def seconds_left(self) -> float | None:
-        """Return the time left for the run at its pace so far, validations included; None where its end is unknown."""
+        """Return the remaining seconds of the run at its speed so far, with validations; None if its end is unknown."""
         elapsed, total = time.monotonic() - self._began, self._plan.updates
         by_updates = [(total - self._done) * elapsed / self._seen] if total is not None and self._seen else []
         by_time = [] if self._plan.max_seconds is None else [self._plan.max_seconds - elapsed]
@@ -100,17 +100,17 @@ class LiveBar(Observer):
 
 
 class CellOutput(io.StringIO):
-    """The stream of a bar in a notebook: an output of the cell, whose one line each later line replaces."""
+    """The stream of a bar in a notebook: an output of the cell with one line, which each write replaces."""
 
     encoding = "utf-8"
 
     def begin(self) -> None:
-        """Show the next line in a new output, that of the running cell."""
+        """Show the next line in a new output of the running cell."""
         self._handle: Any = None
         self._line = ""
 
     def write(self, text: str) -> int:
-        """Show a line in place of the last one; carriage returns and blanks that clear a terminal show nothing."""
+        """Replace the line. Carriage returns and blanks that clear a terminal line are ignored."""
         line = text.strip()
         if line != self._line and (line or self._handle is not None):
             from IPython.display import display
@@ -124,12 +124,12 @@ class CellOutput(io.StringIO):
 
 
 def write_line(text: str) -> None:
-    """Print a line on standard output above any bar that is being drawn."""
+    """Print a line on standard output, above a progress bar if there is one."""
     tqdm.write(text)
 
 
 class _Bar(tqdm):  # type: ignore[type-arg]
-    """A tqdm bar that formats its line when it is drawn, no wider than the terminal, without tqdm's monitor thread."""
+    """A tqdm bar without a monitor thread. Formats its line only when drawn, no wider than the terminal."""
 
     monitor_interval = 0
     name = ""
@@ -153,7 +153,7 @@ class _Bar(tqdm):  # type: ignore[type-arg]
         return fields
 
     def _parts(self) -> list[str]:
-        """Return the texts after the bar; the last are dropped first."""
+        """Return the texts after the bar. The last ones are dropped first if space is short."""
         parts = [f"{self.n}/{self.total}" if self.total else f"{self.n} updates"]
         if self.latest is not None:
             parts += [f"loss {number(self.latest.loss)}", f"lr {rate(self.latest.lr)}"]

@@ -1,4 +1,4 @@
-"""Measures a run between updates: by a function of the user; by norms and zeros of each parameter."""
+"""Observers that measure a run between updates: functions of the user (`Probe`), and `Statistics` per parameter."""
 
 from __future__ import annotations
 
@@ -18,26 +18,26 @@ _NAME = 36
 
 
 class RunObserver(Observer):
-    """An observer that measures the run itself at boundaries between updates, and changes nothing.
+    """Base class of observers that measure a run at boundaries between updates. Changes nothing in the run.
 
-    It has the settings alone; an `Inspector` for each run (`fit/inspection.py`) measures, since one observer may watch
-    several runs.
+    It holds the settings. An `Inspector` per run (`fit/inspection.py`) measures, since one observer may serve several
+    runs.
     """
 
     name = ""
-    """Class and settings, which all ranks must have alike; "" where rank 0 alone may have it."""
+    """Class and settings, which must be equal on all ranks; "" if rank 0 alone may have the observer."""
 
 
 @suggests
 class Probe(RunObserver):
-    """Calls `fn(trainer)` each time `every` has passed; a dict of numbers that it returns is logged.
+    """Calls `fn(trainer)` once per `every`, and logs the dict of numbers that it returns.
 
-    `fn` runs in eval mode, with averaged weights where there are any, under no_grad and the autocast of the run. Modes,
-    random state, `trainer.state` and gradients are restored afterwards. The numbers are in the record of the next
-    update, and in the row of the epoch as means over its probes.
+    `fn` runs in eval mode, with the averaged weights if the trainer averages, under no_grad and the autocast of the
+    run. Modes, random state, `trainer.state` and gradients are restored afterwards. The numbers are in the record of
+    the next update; the row of the epoch holds their means over the epoch.
 
     Args:
-        fn: The function.
+        fn: A function `fn(trainer)` that returns a dict of numbers or None.
         every: The interval.
     """
 
@@ -54,19 +54,19 @@ class Probe(RunObserver):
 
 @suggests
 class Statistics(RunObserver):
-    """Sends `ModelStatistics` to `on_statistics` of all observers, once every `every` updates.
+    """Sends `ModelStatistics` to `on_statistics` of all observers once per `every` updates.
 
-    They are norm, maximum and share of zeros of each parameter and of its gradient, and the size of its change by the
-    update. They are computed on the device and read in one transfer; the weights are copied for that update, and other
-    updates cost nothing. The journal and TensorBoard write them, and `latest` has the last ones. Of several processes
-    rank 0 measures; all need the same `Statistics`.
+    Measures norm, maximum and share of zeros of each parameter and its gradient, and the norm of its change by the
+    update. The numbers are computed on the device and read in one transfer. The weights are copied for a measured
+    update; other updates cost nothing. The journal and TensorBoard write the statistics; `latest` holds the last ones.
+    With several ranks, rank 0 measures, and all ranks need the same `Statistics`.
 
     Args:
         every: The interval, in updates.
-        parameters: A pattern of names, such as `"head.*"`.
+        parameters: A pattern of parameter names, such as `"head.*"`.
 
     Raises:
-        SettingError: For a sharded model, and for a pattern that matches nothing.
+        SettingError: For a sharded model, or if the pattern matches no parameter.
     """
 
     def __init__(self, *, every: Updates = Updates(100), parameters: str = "*") -> None:  # noqa: B008
@@ -82,7 +82,7 @@ class Statistics(RunObserver):
         """The last statistics."""
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
-        """Store them as `latest`."""
+        """Store the statistics as `latest`."""
         self.latest = statistics
 
 
@@ -90,7 +90,7 @@ class Statistics(RunObserver):
 class ParameterStatistics:
     """One parameter after an update: its values, its gradient, and its change by the update.
 
-    A NaN in a tensor makes its norm and maximum NaN, and counts as not finite and not as a zero.
+    A tensor with a NaN has the norm and maximum NaN. A NaN counts as non-finite, not as zero.
     """
 
     elements: int
@@ -102,7 +102,7 @@ class ParameterStatistics:
     weight_nonfinite: int
     """The number of elements that are NaN or infinite."""
     grad_norm: float | None = None
-    """The norm of the gradient that the optimizer uses: of the complete window, unscaled, clipped; None without one."""
+    """The norm of the gradient of the step: of the complete window, unscaled and clipped. None without a gradient."""
     grad_max: float | None = None
     grad_zeros: float | None = None
     grad_nonfinite: int = 0
@@ -113,7 +113,7 @@ class ParameterStatistics:
 
     @property
     def update_ratio(self) -> float:
-        """`update_norm` over `before`: about 1e-3 is usual; NaN for zeros that did not change."""
+        """`update_norm` / `before`; about 1e-3 is usual. NaN for a zero parameter that did not change."""
         if self.before:
             return self.update_norm / self.before
         return math.inf if self.update_norm else math.nan
@@ -121,7 +121,7 @@ class ParameterStatistics:
 
 @dataclass(frozen=True, slots=True)
 class ModelStatistics:
-    """All parameters of a model after an update; `print` shows a table."""
+    """The statistics of all parameters after an update. `print` shows a table."""
 
     epoch: int
     """Finished epochs over all stages."""
@@ -135,7 +135,7 @@ class ModelStatistics:
 
 
 def _line(name: str, statistics: ParameterStatistics) -> str:
-    """Return a row of the table: norms of weight and gradient, the gradient's maximum and zeros, the update ratio."""
+    """Return a row of the table: norms of weight and gradient, maximum and zeros of the gradient, update ratio."""
     name = name if len(name) < _NAME else f"…{name[2 - _NAME :]}"
     zeros = "-" if statistics.grad_zeros is None else f"{statistics.grad_zeros:.0%}"
     bad = statistics.weight_nonfinite + statistics.grad_nonfinite

@@ -19,20 +19,21 @@ from trainwright.observers.probes import RunObserver
 
 @suggests
 class Profile(RunObserver):
-    """Records `updates` updates of each `fit` by torch's profiler, after the first `after` ones.
+    """Profiles `updates` updates of each `fit` with torch's profiler, after the first `after` updates.
 
-    It writes `updates-11-15.json.gz` to `directory`, which chrome://tracing and ui.perfetto.dev open. The update before
-    the first one is the warm-up. Work between the updates, such as a validation, is recorded too. Other updates cost
-    nothing, and no result of the run changes. Of several processes rank 0 is profiled; all need the same `Profile`.
+    Writes a trace such as `updates-11-15.json.gz` to `directory`; chrome://tracing and ui.perfetto.dev open it. The
+    update before the first recorded one is the warm-up. Work between the recorded updates, such as a validation, is
+    recorded too. Other updates cost nothing, and no result of the run changes. With several ranks, rank 0 is profiled,
+    and all ranks need the same `Profile`.
 
     Args:
-        directory: Where the trace is written.
-        after: Updates before the first recorded one.
-        updates: Recorded updates.
-        rows: How many operations with the most self time torch's table has. 0 prints none.
-        memory: Record memory, at a cost.
-        shapes: Record shapes, at a cost.
-        stacks: Record Python lines, at a cost.
+        directory: The directory of the trace.
+        after: Number of updates before the first recorded one.
+        updates: Number of recorded updates.
+        rows: Number of operations, by self time, in the printed table. 0 prints no table.
+        memory: Record memory, at a cost in time.
+        shapes: Record shapes, at a cost in time.
+        stacks: Record Python lines, at a cost in time.
     """
 
     def __init__(
@@ -52,30 +53,30 @@ class Profile(RunObserver):
         self.after, self.updates, self.rows = after, updates, rows
         self.name = f"Profile(after={after}, updates={updates})"
         self.path: Path | None = None
-        """The trace that was written last."""
+        """The last written trace."""
         self._records: dict[str, Any] = {"profile_memory": memory, "record_shapes": shapes, "with_stack": stacks}
         self._profiler: Any = None
         self._coming = self._begun = self._before = 0
-        """The first update to record, the first recorded one (0 for none), and the updates before this stage."""
+        """The first update to record; the first recorded update (0: none); the updates before this stage."""
         self._on_cuda = False
 
     def expect(self, update: int, *, before: int) -> None:
-        """Set the first update to record, 0 for none, and the number of updates before this stage.
+        """Set the first update to record (0: none), and the number of updates before this stage.
 
-        SettingError beside another profiler: torch has one at a time.
+        SettingError if another profiler is active: torch supports one at a time.
         """
         self._profiler, self._coming, self._begun, self._before = None, update, 0, before
         if update and profiler_enabled():
             raise SettingError("Profile(...) in a run that is profiled already", fix="leave one of them out")
 
     def warm_up(self, device: torch.device) -> None:
-        """Start torch's profiler, which records nothing yet."""
+        """Start torch's profiler in its warm-up."""
         from torch.profiler import ProfilerActivity, profile, schedule
 
         self.directory.mkdir(parents=True, exist_ok=True)
         self._on_cuda = device.type == "cuda"
         activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_cuda else [])]
-        steps = schedule(wait=0, warmup=1, active=1, repeat=1)  # one step of the profiler spans all updates
+        steps = schedule(wait=0, warmup=1, active=1, repeat=1)  # one profiler step spans all recorded updates
         self._profiler = profile(activities=activities, schedule=steps, acc_events=True, **self._records)
         self._profiler.start()
 
@@ -85,7 +86,7 @@ class Profile(RunObserver):
         self._begun = self._coming
 
     def end(self, update: int) -> None:
-        """End with this update: write the trace, print the table."""
+        """End the profile with this update: write the trace, print the table."""
         profiler, self._profiler = self._profiler, None
         profiler.stop()
         first, self._coming = self._begun, 0
@@ -97,7 +98,7 @@ class Profile(RunObserver):
             write_line(f"profile of updates {first} to {update}; {self.path}\n{table}")
 
     def on_fit_end(self, result: Result) -> None:
-        """Write the trace where the run ends while recording; print a line where nothing was recorded."""
+        """Write the trace if the run ends while recording; print a line if nothing was recorded."""
         update = self._before + result.updates
         if self._profiler is not None and self._begun and update >= self._begun:
             self.end(update)

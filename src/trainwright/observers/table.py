@@ -1,4 +1,4 @@
-"""Numbers as text: a table that fits a width, one row at a time; times, rates and sparklines."""
+"""Formats numbers as text: a table of limited width, one row at a time; times, rates and sparklines."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from trainwright.core.records import Validation
 
 WIDE_FIRST = ("data", "rows/s", "time")
-"""Columns that are dropped first where a row is too wide, in this order and without a notice."""
+"""Columns dropped first from a row that is too wide, in this order and without a notice."""
 
 _ALWAYS_SHOWN = ("epoch", "loss", "val_loss", "best")
 
@@ -21,10 +21,10 @@ _PLAIN = str.maketrans(f"{_LEVELS}●·→{_NOT_FINITE}", "_.-:=+*#*|>x")
 class ConsoleTable:
     """Rows of validations and epochs under one header, no wider than `width`.
 
-    A column appears with its first number, and the header is then printed again. Columns of a row that is too wide are
-    dropped: first `WIDE_FIRST`, then metrics of training that validation has too, learning rates, other numbers (the
-    last first, losses of several validation sets after the rest), `skipped` and `update`, and last the `watched` ones.
-    A line names the dropped columns but for `WIDE_FIRST`.
+    A column is added with its first number, and the header is then printed again. If a row is too wide, columns are
+    dropped in this order: `WIDE_FIRST`; training metrics that validation has too; learning rates; other numbers, the
+    last first, losses of validation sets after the rest; `skipped` and `update`; the `watched` ones. A line names the
+    dropped columns, except `WIDE_FIRST`.
     """
 
     def __init__(self, width: int, *, watched: Sequence[str] = ()) -> None:
@@ -35,7 +35,7 @@ class ConsoleTable:
         self._hidden: list[str] = []
 
     def lines(self, record: Validation) -> list[str]:
-        """Return the row of a record, after the header where it changes."""
+        """Return the row of a record; before it the header if that has changed."""
         cells = _cells(record)
         header = self._header(cells) if any(name not in self._known for name in cells) else []
         return [*header, self._line({name: cells.get(name, "") for name in self._shown})]
@@ -55,13 +55,13 @@ class ConsoleTable:
         return [*missing, self._line({name: name for name in self._shown})]
 
     def _line(self, cells: Mapping[str, str]) -> str:
-        gap = 2  # besides one space between columns; a long number uses up the gap and shifts no other column
+        gap = 2  # beside one space between columns: a long number uses the gap, and no other column shifts
         columns = ((text, _WIDTHS.get(name, max(len(name), 8)) + gap) for name, text in cells.items())
         return "".join(f" {text:>{width}}" for text, width in columns)[gap:]
 
 
 def number(value: float) -> str:
-    """Format with four decimals, or four digits and an exponent where very large or small: 0.1324, 1.324e-5, nan."""
+    """Format with four decimals; very large or small numbers with four digits and an exponent: 0.1324, 1.324e-5."""
     if not math.isfinite(value) or value == 0:
         return f"{value:.4f}"
     if not 1e-3 <= abs(value) < 1e6:
@@ -75,7 +75,7 @@ def rate(value: float) -> str:
 
 
 def amount(value: float) -> str:
-    """Format a large number in short: 980, 19.8k, 5.2M."""
+    """Format a large number briefly: 980, 19.8k, 5.2M."""
     for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if value >= size * 0.99995:
             return f"{value / size:.1f}{unit}"
@@ -83,7 +83,7 @@ def amount(value: float) -> str:
 
 
 def byte_size(count: float) -> str:
-    """Format bytes in short: 512 B, 3.2 KiB, 1.5 GiB."""
+    """Format bytes: 512 B, 3.2 KiB, 1.5 GiB."""
     value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
     while value >= 1023.95 and len(units) > 1:
         value, units = value / 1024, units[1:]
@@ -101,16 +101,16 @@ def duration(seconds: float) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]], *, left: int = 0) -> list[str]:
-    """Return a line for each row of cells, in columns of equal width; all but the first `left` are right-justified."""
+    """Return one line per row, with aligned columns. The first `left` columns are left-justified, others right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     form = "  ".join(f"{{:{'<' if index < left else '>'}{width}}}" for index, width in enumerate(widths))
     return [form.format(*row).rstrip() for row in rows]
 
 
 def sparkline(values: Sequence[float], width: int = 24) -> str:
-    """Draw a number over time in at most `width` characters, each the mean of equally many; × where it is not finite.
+    """Return a sparkline of at most `width` characters. Each is the mean of equally many values; × if not finite.
 
-    The line is flat where all values are the same, or within a millionth with ends that print alike.
+    The line is flat if all values are equal, or within a millionth and with ends that print equally.
     """
     size = max(1, math.ceil(len(values) / width))
     means = [sum(part) / len(part) for part in (values[i : i + size] for i in range(0, len(values), size))]
@@ -127,12 +127,12 @@ def sparkline(values: Sequence[float], width: int = 24) -> str:
 
 
 def is_set_loss(name: str, names: Collection[str]) -> bool:
-    """Return whether this is the loss of one of several validation sets, `val_<name>_loss`."""
+    """Return whether a name is the loss of one of several validation sets, `val_<name>_loss`."""
     return "val_loss" not in names and name.startswith("val_") and name.endswith("_loss")
 
 
 def joined(parts: Iterable[str], width: int, *, start: str = "") -> list[str]:
-    """Join parts with ` · ` into lines no wider than `width`; lines after the first are indented to its first part."""
+    """Join parts with ` · ` into lines of at most `width` characters; later lines are indented to the first part."""
     lines, line = [], start
     for part in (piece for one in parts for piece in _pieces(one, width - len(start))):
         separator = " · " if line.strip() and line != start else ""
@@ -144,7 +144,7 @@ def joined(parts: Iterable[str], width: int, *, start: str = "") -> list[str]:
 
 
 def printable(text: str, encoding: str | None) -> str:
-    """Return the text, with ASCII in place of characters that the encoding of a stream lacks."""
+    """Return the text; characters that the encoding lacks are replaced by ASCII."""
     try:
         text.encode(encoding or "utf-8")
     except UnicodeEncodeError:
@@ -163,7 +163,7 @@ def _cells(record: Validation) -> dict[str, str]:
         cells["best"] = f"{record.waited}/{record.patience}"
     if record.seconds > 0:
         cells["time"] = duration(record.seconds)
-        # A run that is resumed at the end of an epoch has trained on no row of it.
+        # A run that resumes at the end of an epoch has trained on no row in this session.
         cells["rows/s"] = amount(record.rows / record.seconds) if record.rows else "-"
         cells["data"] = f"{record.waiting:.0%}"
     if record.skipped:
@@ -172,7 +172,7 @@ def _cells(record: Validation) -> dict[str, str]:
 
 
 def _place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
-    """Return the order of columns: lr, loss, val_loss, other metrics in order of appearance, then those of the run."""
+    """Return the order of columns: lr, loss, val_loss, other metrics by first appearance, then those of the run."""
     first = ("epoch", "update", "lr", "loss", "val_loss")
     last = ("best", "time", "rows/s", "data", "skipped")
     return {
@@ -182,7 +182,7 @@ def _place(names: Sequence[str]) -> dict[str, tuple[int, int]]:
 
 
 def _worth(names: Sequence[str], watched: Sequence[str]) -> dict[str, int]:
-    """Return the rank of each column where rows are too wide: the lowest are dropped first."""
+    """Return the rank of each column for rows that are too wide: the lowest is dropped first."""
     validated = [name for name in names if name.startswith("val_")]
     worth = {}
     for name in names:
@@ -206,13 +206,13 @@ def _is_rate(name: str) -> bool:
 
 
 def _exponent(text: str) -> str:
-    """Return 1.50e-03 as 1.50e-3."""
+    """Shorten an exponent: 1.50e-03 becomes 1.50e-3."""
     digits, exponent = text.split("e")
     return f"{digits}e{int(exponent)}"
 
 
 def _pieces(text: str, width: int) -> list[str]:
-    """Cut a part that is wider than a line, between words where possible."""
+    """Cut a part that is wider than a line, between words if possible."""
     pieces = []
     while len(text) > width:
         cut = text.rfind(" ", 1, width + 1)

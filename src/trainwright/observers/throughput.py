@@ -1,4 +1,4 @@
-"""Measures the speed of training: rows and updates per second, share of the peak, waiting for data, memory by kind."""
+"""Measures the speed of training: rows and updates per second, FLOPs utilization, data waits, memory by kind."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from trainwright.observers.table import amount, byte_size, joined
 
 _KINDS = ("allocated", "peak", "reserved", "process", "parameters", "gradients", "optimizer", "buffers")
 INPUT_BOUND = 0.1
-"""The share of the time spent waiting for data from which a run is input-bound."""
+"""Minimum share of time spent waiting for data in an input-bound run."""
 
 
 @suggests
 class Throughput(RunObserver):
-    """Sends `Speed` to `on_speed` of all observers, each time `every` has passed and at the end of each epoch.
+    """Sends `Speed` to `on_speed` of all observers once per `every`, and at the end of each epoch.
 
-    The console prints a line per epoch, and the journal writes every record. It costs nothing between two reports, and
-    never waits for the device.
+    The console prints one line per epoch; the journal writes every record. Costs nothing between two reports, and never
+    synchronizes with the device.
 
     Args:
         every: The interval.
-        flops_per_row: Operations of forward and backward for one row. None: counted once on the meta device, if the
-            steps are the default ones.
-        peak: Operations per second of one device. None: the vendor's figure for dense bfloat16, if it is known.
+        flops_per_row: FLOPs of forward and backward for one row. None: counted once on the meta device, for default
+            steps.
+        peak: FLOP/s of one device. None: the vendor's figure for dense bfloat16, if known.
     """
 
     def __init__(
@@ -54,35 +54,35 @@ class Throughput(RunObserver):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Speed:
-    """The speed of training between two reports, without validations, probes and saves; over all processes."""
+    """The speed of training between two reports, over all ranks. Validations, probes and saves do not count."""
 
     epoch: int
     """Finished epochs over all stages."""
     update: int
     """Updates applied so far over all stages."""
     seconds: float
-    """The time between the two reports."""
+    """Time of the updates between the two reports."""
     rows: int
     updates: int
     data_seconds: float
-    """Seconds of it spent waiting for data."""
+    """The part of `seconds` spent waiting for data."""
     flops_per_row: float | None = None
-    """Floating-point operations of forward and backward for one row; a multiply-add is two."""
+    """FLOPs of forward and backward for one row; a multiply-add counts as two."""
     peak: float | None = None
-    """The peak rate of all devices together, in operations per second."""
+    """The peak of all devices together, in FLOP/s."""
     looks: int = 0
-    """How often the host has checked, after launching an update, whether the accelerator was still at work."""
+    """Number of checks, after the launch of an update, whether the accelerator is busy."""
     busy: int = 0
-    """How often it was."""
+    """Number of checks that found it busy."""
     memory: Mapping[str, int] = field(default_factory=dict)
-    """Bytes of rank 0 by kind: `parameters`, `gradients`, `optimizer` and `buffers`, of its own shards;
-    on CUDA those of the allocator, `allocated`, `reserved` and `peak` so far; on the CPU those of the `process`."""
+    """Bytes on rank 0 by kind: `parameters`, `gradients`, `optimizer`, `buffers` (its shards alone). On CUDA also
+    `allocated`, `reserved` and `peak` of the allocator; on the CPU also `process`."""
     note: str = ""
-    """Why `mfu` is None."""
+    """The reason if `mfu` is None."""
 
     @property
     def rows_per_second(self) -> float:
-        """Rows trained on per second."""
+        """Trained rows per second."""
         return self.rows / self.seconds
 
     @property
@@ -97,17 +97,17 @@ class Speed:
 
     @property
     def mfu(self) -> float | None:
-        """Model FLOPs utilization (PaLM, arXiv 2204.02311, B): operations of the model per second over the peak."""
+        """Model FLOPs utilization: FLOP/s of the model over the peak (PaLM, arXiv 2204.02311, appendix B)."""
         if self.flops_per_row is None or self.peak is None:
             return None
         return self.rows_per_second * self.flops_per_row / self.peak
 
     @property
     def bound(self) -> str:
-        """The bottleneck: "input", or on an accelerator "compute" or "launch"; "" where it is unknown.
+        """The bottleneck: "input", or on an accelerator "compute" or "launch"; "" if unknown.
 
-        An accelerator that is mostly still at work after the host has launched an update is the bottleneck; one that
-        is idle waits for launches. On a CPU both are the same processor.
+        An accelerator that is usually busy after the launch of an update is the bottleneck ("compute"). One that is
+        idle waits for the host ("launch"). On a CPU the two cannot be told apart.
         """
         if self.waiting >= INPUT_BOUND:
             return "input"
@@ -117,7 +117,7 @@ class Speed:
 
 
 def merged(speeds: Sequence[Speed]) -> Speed:
-    """Return one record for consecutive ones; memory is that of the last."""
+    """Merge consecutive records into one. Memory is that of the last."""
     last = speeds[-1]
     return Speed(
         epoch=last.epoch,
@@ -136,7 +136,7 @@ def merged(speeds: Sequence[Speed]) -> Speed:
 
 
 def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> list[str]:
-    """Return the lines of the console for consecutive records; `notes`: with the reason for a missing number."""
+    """Return the console lines for consecutive records. `notes`: add the reason for a missing number."""
     speed = merged(speeds)
     parts = [f"{amount(speed.rows_per_second)} rows/s", f"{_short(speed.updates_per_second)} updates/s"]
     parts.append(f"{speed.waiting:.0%} waiting for data")
@@ -149,5 +149,5 @@ def speed_lines(speeds: Sequence[Speed], width: int, *, notes: bool = True) -> l
 
 
 def _short(value: float) -> str:
-    """Format a rate, which may be well below one."""
+    """Format a rate, which may be far below one."""
     return amount(value) if value >= 100 else f"{value:.3g}"
