@@ -2,7 +2,7 @@
 
     python examples/image_folder.py [--data DIRECTORY]
 
-Needs     Pillow, which `pip install "trainwright[plot]"` brings
+Needs     Pillow, which `pip install ".[plot]"` brings
 Data      any folder of class folders of PNG or JPEG files; without one the 1,797 digits of scikit-learn are written as
           PNG files to runs/image_folder first. A fifth of the files is held out
 Time      6 to 12 seconds of training on one CPU core

@@ -31,7 +31,7 @@ RUN = Path("runs/logged")
 def main() -> None:
     parser = argparse.ArgumentParser()
     for name in ("tensorboard", "wandb", "mlflow"):
-        parser.add_argument(f"--{name}", action="store_true", help=f'needs pip install "trainwright[{name}]"')
+        parser.add_argument(f"--{name}", action="store_true", help=f'needs pip install ".[{name}]"')
     asked = parser.parse_args()
     torch.set_num_threads(1)  # a network this small gains nothing from more
     torch.manual_seed(0)

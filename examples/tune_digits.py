@@ -1,6 +1,6 @@
 """Search for settings on handwritten digits with Optuna: a grid, then Bayesian search with pruning and a study on disk.
 
-Needs     pip install "trainwright[tune]"
+Needs     pip install ".[tune]"
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 to judge settings by, 400 to judge the best by
 Time      10 to 15 seconds on one CPU core
 Expected  the best of 40 trials gets at least 97 % of the judging digits right, and 94 % of those to test by

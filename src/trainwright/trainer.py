@@ -422,13 +422,14 @@ class Trainer(Generic[M]):
             data: Data of any form that `fit` takes. A dict of several sets gives `<name>_<key>_loss` for each.
             name: The prefix of the numbers: `val_loss`, `val_accuracy`.
             batch_size: Rows per batch, for arrays and data sets.
-            max_batches: Evaluate the first batches of each set alone.
+            max_batches: Evaluate the first batches of each set alone. A set that has more gets the number
+                `<name>_first_batches`.
         """
         from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
         from trainwright.fit import opening
 
         opened = opening.open_sets(self, data, name, batch_size=batch_size, max_batches=max_batches)
-        return passes.evaluate_sets(self, opened)
+        return passes.evaluate_sets(self, opened) | opening.partial_sets(opened)
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None, max_batches: int | None = None) -> Any:
@@ -525,6 +526,7 @@ class Trainer(Generic[M]):
             self.average.bind(nn.Module(), planned)  # its arithmetic alone: no weight is copied
         return planned
 
+    @suggests
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
         """Report a number from inside a step.
 

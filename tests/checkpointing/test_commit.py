@@ -172,7 +172,7 @@ def test_a_manifest_that_this_version_cannot_read_is_refused(change, words, tmp_
         verify(path)
     assert words in str(caught.value)
     if "version" in words:
-        assert "pip install --upgrade trainwright" in str(caught.value)
+        assert "a later trainwright: git pull" in str(caught.value)
 
 
 def test_a_link_to_a_checkpoint_is_not_followed(tmp_path):

@@ -127,7 +127,7 @@ def test_a_checkpoint_of_a_later_format_is_passed_over_by_its_version(run, monke
     monkeypatch.setattr(formats, "FORMAT_VERSION", 5)
     put(root, 2)
     monkeypatch.undo()
-    passed_over(run, "format version 5, and this trainwright reads 4(.|\n)*pip install --upgrade trainwright")
+    passed_over(run, "format version 5, and this trainwright reads 4(.|\n)*a later trainwright: git pull")
 
 
 def test_a_checkpoint_of_an_earlier_format_is_refused_with_the_line_that_loads_its_weights(run, monkeypatch):

@@ -247,7 +247,7 @@ def test_without_matplotlib_the_extra_is_named(monkeypatch):
     for name in [name for name in sys.modules if name.split(".")[0] == "matplotlib"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(SettingError, match=r'pip install "trainwright\[plot\]"'):
+    with pytest.raises(SettingError, match=r'pip install matplotlib   # or pip install "\.\[plot\]"'):
         Linear().plot(updates=5)
 
 
@@ -265,6 +265,6 @@ def test_a_fit_whose_caller_will_plot_warns_at_its_begin_where_matplotlib_is_mis
 
     script(plots=True)
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.warns(UserWarning, match=r'test_figures.py, script calls plot(.|\n)*pip install "trainwright\[plot\]"'):
+    with pytest.warns(UserWarning, match=r"test_figures.py, script calls plot(.|\n)*pip install matplotlib"):
         script(plots=False)
     short_fit()  # nothing here plots: no warning

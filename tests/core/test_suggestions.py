@@ -58,7 +58,7 @@ def test_the_class_itself_is_named_where_it_is_built():
 
 def test_a_name_that_is_near_to_none_is_not_guessed():
     _, (note,) = notes_of(lambda: Box(1, zzz=1))
-    assert note.startswith("trainwright: Box takes no 'zzz'.\n")
+    assert note.startswith("trainwright: Box takes no 'zzz'\n")
 
 
 def test_too_many_by_position_says_what_goes_by_name():

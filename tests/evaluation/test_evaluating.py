@@ -203,3 +203,23 @@ def test_the_librarys_own_step_gives_standard_errors_to_early_stopping(cls: Any)
         made(one, early_stopping=stopping).fit((X, Y), (X, Y), batch_size=20, epochs=30) for one in (cls, Trainer)
     )
     assert ours.epochs == theirs.epochs < 30
+
+
+class Scores(dict[str, Any]):
+    """An output whose attributes are its items: one that is missing is a KeyError."""
+
+    def __getattr__(self, name: str) -> Any:
+        return self[name]
+
+
+def test_an_output_whose_attributes_are_its_items_is_predicted() -> None:
+    class Named(nn.Linear):
+        def forward(self, x: torch.Tensor) -> Any:
+            return Scores(logits=super().forward(x))
+
+    model = Named(4, 3)
+    trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+    x = torch.randn(10, 4)
+    assert torch.equal(trainer.predict(x, batch_size=4)["logits"], model(x)["logits"])
+    batch = Scores(x=x, target=torch.zeros(10, dtype=torch.long))
+    assert torch.equal(trainer.predict([batch])["logits"], model(x)["logits"])

@@ -47,13 +47,16 @@ FORMS: dict[str, Any] = {
 @pytest.mark.parametrize("form", FORMS)
 def test_every_number_is_over_the_rows_of_the_first_batches(form: str) -> None:
     trainer = made()
-    assert trainer.evaluate(FORMS[form](), "test", max_batches=2) == trainer.evaluate(FIRST, "test", batch_size=8)
+    numbers = trainer.evaluate(FORMS[form](), "test", max_batches=2)
+    assert numbers.pop("test_first_batches") == 2.0
+    assert numbers == trainer.evaluate(FIRST, "test", batch_size=8)
     assert torch.equal(trainer.predict(FORMS[form](), max_batches=2), trainer.predict(X[:16], batch_size=8))
 
 
 def test_rows_take_their_batch_size_and_each_set_of_several_is_cut() -> None:
     trainer = made()
     numbers = trainer.evaluate({"a": (X, Y), "b": (X[8:], Y[8:])}, batch_size=8, max_batches=2)
+    assert {name for name in numbers if "first" in name} == {"val_a_first_batches", "val_b_first_batches"}
     assert numbers["val_a_loss"] == trainer.evaluate(FIRST, batch_size=8)["val_loss"]
     assert numbers["val_b_loss"] == trainer.evaluate((X[8:24], Y[8:24]), batch_size=8)["val_loss"]
 

@@ -25,6 +25,7 @@ from trainwright import (
     Epochs,
     Journal,
     Observer,
+    OneCycle,
     Probe,
     Seconds,
     SettingError,
@@ -35,9 +36,11 @@ from trainwright.core.suggestions import (
     FOREIGN_ARGUMENTS,
     FOREIGN_ARGUMENTS_OF,
     FOREIGN_ATTRIBUTES,
+    FOREIGN_ATTRIBUTES_OF,
     FOREIGN_HELPERS,
     FOREIGN_METHODS,
     OWN_ARGUMENTS,
+    with_value,
 )
 
 EVENTS = {
@@ -252,7 +255,74 @@ def test_an_argument_of_another_library_says_what_to_write(name):
         with pytest.raises(TypeError, match=f"unexpected keyword argument '{name}'") as caught:
             call()
         (note,) = caught.value.__notes__
-        assert f"takes no '{name}'. Write {FOREIGN_ARGUMENTS[name]}\n" in note
+        assert f"takes no '{name}'. Write {with_value(FOREIGN_ARGUMENTS[name], 1)}\n" in note
+
+
+VALUES = {
+    ("max_epochs", 3): "fit(..., epochs=3)",
+    ("num_train_epochs", 3.0): "fit(..., epochs=3)",
+    ("max_epochs", -1): "fit(..., epochs=10)",
+    ("gradient_clip_val", 0.5): "Trainer(..., clip=0.5)",
+    ("eval_steps", 200): "fit(..., validate=Updates(200))",
+    ("val_check_interval", 0.25): "fit(..., validate=Updates(500))",
+    ("check_val_every_n_epoch", 2): "fit(..., validate=Epochs(2))",
+    ("bf16", True): 'Trainer(..., precision="bf16")',
+    ("fp16", True): 'Trainer(..., precision="fp16")',
+    ("ema", True): "Trainer(..., average=EMA(0.999))",
+    ("monitor", "val_accuracy"): 'Checkpoint(..., best="val_accuracy")',
+    ("output_dir", "logs"): 'Checkpoint("logs", ...)',
+    ("output_dir", None): 'Checkpoint("runs/1", ...)',
+}
+
+
+@pytest.mark.parametrize(("name", "value"), VALUES)
+def test_the_line_to_write_has_the_users_own_value_where_that_is_of_its_kind(name, value):
+    with pytest.raises(TypeError) as caught:
+        make(**{name: value})
+    assert caught.value.__notes__[0].splitlines()[0].endswith(f". Write {VALUES[name, value]}")
+
+
+def test_a_share_of_a_run_is_carried_over():
+    with pytest.raises(TypeError) as caught:
+        OneCycle(0.1, pct_start=0.2)
+    assert "OneCycle takes no 'pct_start'. Write warmup=0.2   # a share of the run\n" in caught.value.__notes__[0]
+
+
+def test_several_arguments_have_a_line_each():
+    with pytest.raises(TypeError) as caught:
+        make(args={}, max_epochs=3, zzz=1)
+    lines = caught.value.__notes__[0].splitlines()
+    assert lines[0].startswith("trainwright: Trainer takes no 'args'. Write Trainer(..., precision=")
+    assert lines[1] == "             Trainer takes no 'max_epochs'. Write fit(..., epochs=3)"
+    assert lines[2] == "             Trainer takes no 'zzz'"
+
+
+@pytest.mark.parametrize(("of", "name"), [(of, name) for of, names in FOREIGN_ATTRIBUTES_OF.items() for name in names])
+def test_an_attribute_of_another_librarys_slot_says_where_it_is(of, name):
+    slot = {"Checkpoint": Checkpoint("runs/1"), "EarlyStopping": EarlyStopping("val_loss")}[of]
+    with pytest.raises(AttributeError) as caught:
+        getattr(slot, name)
+    text = str(caught.value)
+    assert text.startswith(f"{of!r} object has no attribute {name!r}\n  fix   {FOREIGN_ATTRIBUTES_OF[of][name]}\n")
+    assert "where test_foreign_names.py:" in text
+    with pytest.raises(AttributeError, match=rf"^'{of}' object has no attribute 'zzz'$"):
+        getattr(slot, "zzz")  # noqa: B009
+
+
+def test_a_number_that_is_logged_under_the_name_of_validation_says_the_name_to_write():
+    class Mine(Trainer):
+        def validation_step(self, batch):
+            self.log(self.name, 1.0)
+            return self.loss(self.model(batch[0]), batch[1])
+
+    trainer = make(Mine)
+    trainer.name = "val_acc"
+    with pytest.raises(SettingError, match="logged name 'val_acc'") as caught:
+        trainer.fit(pieces(), pieces(1), epochs=1)
+    assert """  fix   "acc": validation reports it as 'val_acc'\n""" in str(caught.value)
+    trainer = make(Mine)
+    trainer.name = "acc"
+    assert trainer.fit(pieces(), pieces(1), epochs=1).history[-1]["val_acc"] == 1.0
 
 
 CALLED = {
@@ -260,6 +330,7 @@ CALLED = {
     "Trainer.evaluate": lambda **given: make().evaluate(pieces(), **given),
     "Trainer.report": lambda **given: make().report(pieces(), **given),
     "Trainer.fit": lambda **given: make().fit(pieces(), epochs=1, **given),
+    "Trainer.log": lambda **given: make().log("x", 1.0, **given),
     "Trainer.save": lambda **given: make().save(**given),
     "batches": lambda **given: trainwright.batches(torch.ones(4, 2), 2, **given),
 }
@@ -274,14 +345,14 @@ def test_an_argument_of_another_librarys_function_says_what_to_write(of, name):
     with pytest.raises(TypeError) as caught:
         call(**{name: 1})
     (note,) = caught.value.__notes__
-    instead = FOREIGN_ARGUMENTS_OF[of][name]
+    instead = with_value(FOREIGN_ARGUMENTS_OF[of][name], 1)
     said = f"L{instead[1:]}" if instead.startswith("leave") else f"Write {instead}"
     assert note.startswith(f"trainwright: {of} takes no '{name}'. {said}\n")
 
 
 @pytest.mark.parametrize("estimator", [trainwright.tools.SklearnClassifier, trainwright.tools.SklearnRegressor])
 def test_an_estimator_says_its_own_name_and_what_to_write(estimator):
-    for name, instead in {"devices": "Trainer(..., parallel=", "max_epochs": "epochs=50", "lrr": "'lr'?"}.items():
+    for name, instead in {"devices": "Trainer(..., parallel=", "max_epochs": "epochs=2", "lrr": "'lr'?"}.items():
         with pytest.raises(TypeError) as caught:
             estimator(**{name: 2})
         first = caught.value.__notes__[0].splitlines()[0]
@@ -292,7 +363,7 @@ def test_an_estimator_says_its_own_name_and_what_to_write(estimator):
 def test_an_argument_of_ours_given_elsewhere_says_where_it_belongs(name):
     with pytest.raises(TypeError) as caught:
         EMA(0.9, **{name: 1})
-    assert f"EMA takes no '{name}'. Write {OWN_ARGUMENTS[name]}\n" in caught.value.__notes__[0]
+    assert f"EMA takes no '{name}'. Write {with_value(OWN_ARGUMENTS[name], 1)}\n" in caught.value.__notes__[0]
 
 
 def test_a_path_given_to_save_says_what_to_write():
@@ -364,7 +435,7 @@ def test_other_fits_get_no_such_line():
     assert "in a loop" not in stream.getvalue()
 
 
-@pytest.mark.parametrize("fix", sorted(set(FOREIGN_ARGUMENTS.values())))
+@pytest.mark.parametrize("fix", sorted(set(map(with_value, FOREIGN_ARGUMENTS.values()))))
 def test_what_is_written_instead_is_taken(fix, tmp_path):
     """Every keyword in it is one of Trainer's, of fit's or of Checkpoint's."""
     if fix.startswith("Checkpoint("):
@@ -382,8 +453,8 @@ def test_what_is_written_instead_is_taken(fix, tmp_path):
     ("given", "said"),
     [
         ({"save_top_k": 3}, 'Write Checkpoint(..., best="val_loss", top=3)'),
-        ({"directory": "x", "every_n_train_steps": 5}, "Write Checkpoint(..., every=Updates(500))"),
-        ({"dirpath": "x"}, 'Write Checkpoint("runs/1", ...)'),
+        ({"directory": "x", "every_n_train_steps": 5}, "Write Checkpoint(..., every=Updates(5))"),
+        ({"dirpath": "x"}, 'Write Checkpoint("x", ...)'),
         ({"directory": "x", "evry": 5}, "Did you mean 'every'?"),
         ({}, "other arguments than it takes"),
     ],

@@ -279,7 +279,7 @@ def _other_version(manifest: Mapping[str, Any], label: str) -> CheckpointError:
     """Return the error for a checkpoint of a later or earlier version of the format."""
     found = manifest.get("version")
     what = f"{label} has format version {found!r}, and this trainwright reads {FORMAT_VERSION}"
-    fix = "pip install --upgrade trainwright"
+    fix = "a later trainwright: git pull, and pip install . in the clone"
     if type(found) is int and found < FORMAT_VERSION:
         weights = str(Path(label).with_name(MODEL))
         fix = f"resume with the release that wrote it; or begin a new run with load_weights({weights!r}, model)"

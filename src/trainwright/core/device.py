@@ -109,7 +109,10 @@ def change(batch: Any, device: torch.device, each: Callable[[Tensor], Tensor]) -
 
 def moves_itself(batch: Any) -> bool:
     """Return whether a batch, or a value in it, is moved by its own method `to`."""
-    return hasattr(batch, "to") and callable(batch.to)
+    try:
+        return callable(batch.to)
+    except (AttributeError, KeyError):  # a `__getattr__` that reads a dict, as some outputs of models have
+        return False
 
 
 def widest_float(device: torch.device) -> torch.dtype:

@@ -43,7 +43,7 @@ def warn_of_missing_plots() -> None:
         code = frame.f_code
         if is_users(code.co_filename) and "plot" in code.co_names:
             where = f"{Path(code.co_filename).name}, {code.co_name}"
-            warn_user(f'{where} calls plot, and matplotlib is not installed: pip install "trainwright[plot]"')
+            warn_user(f"{where} calls plot, and matplotlib is not installed: pip install matplotlib")
             return
         frame = frame.f_back  # type: ignore[assignment]
 
@@ -177,7 +177,8 @@ def _figure(width: float, height: float) -> Any:
         from matplotlib.layout_engine import ConstrainedLayoutEngine
     except ImportError as error:
         raise SettingError(
-            "plots are drawn by matplotlib, which is not installed", fix='pip install "trainwright[plot]"'
+            "plots are drawn by matplotlib, which is not installed",
+            fix='pip install matplotlib   # or pip install ".[plot]" in the clone',
         ) from error
 
     class ShownFigure(Figure):

@@ -12,7 +12,8 @@ from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from pkgutil import get_data
-from typing import Any, NamedTuple
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
 
 
 class _Table(NamedTuple):
@@ -37,7 +38,7 @@ def lazy_names(package: str) -> tuple[Callable[[str], Any], Callable[[], list[st
         elif name == "__all__":
             value = table.public
         else:
-            raise AttributeError(_unknown(name, package, table), name=name, obj=sys.modules[package])
+            _refuse(name, package, importing=_imports(sys._getframe(1)))
         setattr(sys.modules[package], name, value)  # later uses do not call this function
         return value
 
@@ -69,8 +70,41 @@ def _table(package: str) -> _Table:
     return table
 
 
-def _unknown(name: str, package: str, table: _Table) -> str:
-    """Return the text of an AttributeError, with the subpackage that has the name, if any."""
-    text = f"module {package!r} has no attribute {name!r}"
-    held = [f"{package}.{inner}" for inner in table.packages if name in _table(f"{package}.{inner}").modules]
-    return f"{text}: write `from {held[0]} import {name}`" if held else text
+def _refuse(name: str, package: str, *, importing: bool) -> NoReturn:
+    """Raise AttributeError, or ImportError, for a name that a package does not have; it says what to write instead.
+
+    `from package import name` turns an AttributeError into an ImportError without its text.
+    """
+    from trainwright.core.errors import message
+
+    instead = "" if name.startswith("__") else _instead(name, package)
+    text = (
+        f"cannot import name {name!r} from {package!r}"
+        if importing
+        else f"module {package!r} has no attribute {name!r}"
+    )
+    text = message(text, fix=instead, where=bool(instead))
+    if importing:
+        raise ImportError(text, name=package)
+    raise AttributeError(text, name=name, obj=sys.modules[package])
+
+
+def _imports(frame: FrameType) -> bool:
+    """Return whether a frame is at a statement `from package import name`."""
+    from opcode import opname
+
+    code = frame.f_code.co_code
+    return frame.f_lasti >= 0 and opname[code[frame.f_lasti]] == "IMPORT_FROM"
+
+
+def _instead(name: str, package: str) -> str:
+    """Return what to write in place of a name that a package does not have: where it is, or another name."""
+    from trainwright.core.suggestions import FOREIGN_NAMES, nearest
+
+    root = package.partition(".")[0]
+    packages = [root, *(f"{root}.{inner}" for inner in _table(root).packages)]
+    where = {known: one for one in reversed(packages) for known in _table(one).modules}
+    if name not in where and name in FOREIGN_NAMES:
+        return FOREIGN_NAMES[name]
+    found = name if name in where else nearest(name, where)
+    return f"from {where[found]} import {found}" if found else ""

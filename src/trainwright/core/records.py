@@ -176,7 +176,7 @@ class Result:
     def plot(self, path: str | Path | None = None) -> Any:
         """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.
 
-        Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
+        Returns a matplotlib Figure. SettingError without matplotlib.
         """
         from trainwright.core.figures import history_figure
 

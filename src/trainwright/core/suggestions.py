@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
+import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from difflib import get_close_matches
@@ -57,6 +59,7 @@ FOREIGN_HELPERS = {
 }
 """Methods that other libraries call and that a user's own code may call too: refused where none in the class does."""
 
+_CONSOLE = "leave it out: the console has a bar; Trainer(..., console=False) has none"
 _RANK, _PROGRESS = "trainer.world.rank", "trainer.progress.epoch"
 _SAVES = 'trainer.save() in a hook; trainer.save_weights("model.safetensors") for the weights'
 _LOADS = 'load_weights("runs/1", trainer.model); or trainer.fit(..., resume="runs/1")'
@@ -89,86 +92,157 @@ FOREIGN_ATTRIBUTES = {
 }
 """Attributes of other libraries' trainers, and the name here."""
 
-_VAL = "fit(train, val, ...)"
-_DEVICES = 'Trainer(..., parallel="auto")   # under torchrun --nproc-per-node 2 train.py, or launch(main, processes=2)'
-_SEED = "fit(batches(data, 64, shuffle=True, seed=0), ...)   # and torch.manual_seed(0) before the model is made"
-_LIMIT = "fit(..., max_updates=10)   # smoke_run(trainer, train, val) is a dry run of all slots"
-_SPLIT = "train, val = trainwright.data.random_split(data, 0.2)"
-_BEST, _RESTORED = 'Checkpoint(..., best="val_loss")', 'Checkpoint(..., best="val_loss", restore_best=True)'
+_BEST_VALUE = "result.best.value, of result = trainer.fit(...)"
+FOREIGN_ATTRIBUTES_OF = {
+    "Checkpoint": {
+        **dict.fromkeys(("best_model_path", "best_path"), "result.best.path, of result = trainer.fit(...)"),
+        **dict.fromkeys(("best_model_score", "best_score"), _BEST_VALUE),
+        **dict.fromkeys(("last_model_path", "last_checkpoint"), 'latest_checkpoint("runs/1")'),
+        **dict.fromkeys(("dirpath", "path", "save_dir"), "checkpoint.directory"),
+        **dict.fromkeys(("save", "save_checkpoint"), "trainer.save(), in a hook"),
+        **dict.fromkeys(("load", "load_checkpoint"), _LOADS),
+    },
+    "EarlyStopping": {
+        **dict.fromkeys(("best", "best_score"), _BEST_VALUE),
+        **dict.fromkeys(("stopped_epoch", "early_stop", "stopped"), "result.stopped, of result = trainer.fit(...)"),
+    },
+}
+"""Attributes of other libraries' objects by the class here."""
+
+_HOOKED = "class Mine(Trainer), whose training_step(self, batch) returns the loss"
+_WATCHES = "from trainwright import Observer   # it watches; what changes a run is a slot or a hook of a Trainer"
+_DATA = "trainer.fit(train, val, epochs=10): data are arrays, a DataLoader, a Dataset or batches(...)"
+FOREIGN_NAMES = {
+    **dict.fromkeys(("LightningModule", "Seq2SeqTrainer", "SupervisedTrainer"), _HOOKED),
+    **dict.fromkeys(("LightningDataModule", "DataModule", "DataLoader"), _DATA),
+    **dict.fromkeys(
+        ("TrainingArguments", "TrainerConfig", "Config"), "Trainer(..., precision=...), fit(..., epochs=10)"
+    ),
+    **dict.fromkeys(("Callback", "TrainerCallback"), _WATCHES),
+    "ModelCheckpoint": "from trainwright import Checkpoint",
+    "EarlyStoppingCallback": "from trainwright import EarlyStopping",
+    **dict.fromkeys(("ProgressBar", "TQDMProgressBar", "RichProgressBar", "ProgbarLogger"), _CONSOLE),
+    "LearningRateMonitor": "leave it out: lr is in the history and goes to all observers",
+    **dict.fromkeys(("Accelerator", "Fabric"), "Trainer(...), or windows(...) and the slots in a loop of your own"),
+    **dict.fromkeys(("seed_everything", "set_seed"), "torch.manual_seed(0), and batches(..., shuffle=True, seed=0)"),
+    **dict.fromkeys(("TensorBoard", "SummaryWriter"), "from trainwright import TensorBoardLogger"),
+    **dict.fromkeys(("ReduceLROnPlateau", "ReduceOnPlateau"), "from trainwright import Plateau"),
+    **dict.fromkeys(("OneCycleLR",), "from trainwright import OneCycle"),
+    **dict.fromkeys(("CosineAnnealingLR", "CosineSchedule"), "from trainwright import Cosine"),
+    **dict.fromkeys(("LRFinder", "LearningRateFinder", "lr_find"), "from trainwright import find_lr"),
+    **dict.fromkeys(("ModelSummary", "ModelEMA"), "from trainwright import summary, EMA"),
+    **dict.fromkeys(("GradientClipping", "GradClip"), "from trainwright import ClipNorm"),
+    **dict.fromkeys(("DDPStrategy", "DistributedDataParallel"), "from trainwright import DDP"),
+    **dict.fromkeys(("FSDPStrategy", "FullyShardedDataParallel"), "from trainwright import FSDP"),
+    **dict.fromkeys(("Accuracy", "accuracy_score"), "from trainwright import accuracy"),
+}
+"""Names of other libraries that are imported from this one, and what to write here."""
+
+_VAL, _OBSERVERS = "fit(train, val, ...)", "Trainer(..., observers=[Journal(...)])"
+_TORCHRUN = "torchrun --nproc-per-node <2> train.py"
+_DEVICES = f'Trainer(..., parallel="auto")   # under {_TORCHRUN}, or launch(main, processes=<2>)'
+_SEED = "fit(batches(data, 64, shuffle=True, seed=<0>), ...)   # and torch.manual_seed(<0>) before the model is made"
+_LIMIT = "fit(..., max_updates=<10>)   # smoke_run(trainer, train, val) is a dry run of all slots"
+_SPLIT = "train, val = trainwright.data.random_split(data, <0.2>)"
+_BEST, _RESTORED = 'Checkpoint(..., best=<"val_loss">)', 'Checkpoint(..., best="val_loss", restore_best=True)'
+_ARGS = 'Trainer(..., precision="bf16", accumulate=4)   # and fit(..., epochs=3, batch_size=32): each by its name'
 FOREIGN_ARGUMENTS = {
     "callbacks": "observers=[...], early_stopping=EarlyStopping(...), checkpoint=Checkpoint(...)",
-    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs", "nb_epoch"), "fit(..., epochs=10)"),
-    **dict.fromkeys(("max_steps", "num_steps"), "fit(..., max_updates=1000)"),
-    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip", "clip_grad_norm"), "Trainer(..., clip=1.0)"),
+    "args": _ARGS,
+    **dict.fromkeys(("max_epochs", "num_epochs", "num_train_epochs", "n_epochs", "nb_epoch"), "fit(..., epochs=<10>)"),
+    **dict.fromkeys(("max_steps", "num_steps"), "fit(..., max_updates=<1000>)"),
+    **dict.fromkeys(("gradient_clip_val", "max_grad_norm", "grad_clip", "clip_grad_norm"), "Trainer(..., clip=<1.0>)"),
     **dict.fromkeys(
-        ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum_steps"), "Trainer(..., accumulate=4)"
+        ("accumulate_grad_batches", "gradient_accumulation_steps", "grad_accum_steps"), "Trainer(..., accumulate=<4>)"
     ),
     "shuffle": "fit(batches(data, 64, shuffle=True), ...)",
-    **dict.fromkeys(("lr", "learning_rate", "weight_decay"), "Trainer(model, torch.optim.AdamW(parameters, lr=1e-3))"),
+    **dict.fromkeys(("lr", "learning_rate"), "Trainer(model, torch.optim.AdamW(parameters, lr=<1e-3>))"),
+    "weight_decay": "Trainer(model, torch.optim.AdamW(parameters, lr=1e-3, weight_decay=<0.01>))",
+    **dict.fromkeys(("optim", "optimizers"), "Trainer(model, optimizer, loss)"),
     **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "Trainer(model, optimizer, loss)"),
     **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_loader", "train_dataset"), "fit(train, ...)"),
     **dict.fromkeys(
         ("val_dataloader", "val_dataloaders", "val_loader", "validation_data", "valid_data", "eval_dataset"), _VAL
     ),
     **dict.fromkeys(("verbose", "enable_progress_bar", "progress_bar"), "Trainer(..., console=False)"),
-    **dict.fromkeys(("logger", "log_every_n_steps", "logging_steps"), "Trainer(..., observers=[Journal(...)])"),
+    **dict.fromkeys(("logger", "report_to", "log_every_n_steps", "logging_steps"), _OBSERVERS),
     "profiler": "Trainer(..., observers=[Profile(...)])",
     **dict.fromkeys(("scheduler", "lr_scheduler", "lr_scheduler_type"), _SCHEDULE),
-    **dict.fromkeys(("warmup_steps", "warmup_ratio"), "Trainer(..., schedule=Cosine(warmup=0.1))"),
+    "warmup_steps": "Trainer(..., schedule=Cosine(warmup=Updates(<500>)))",
+    "warmup_ratio": "Trainer(..., schedule=Cosine(warmup=<0.1>))",
     "compute_metrics": 'Trainer(..., metrics={"accuracy": accuracy})',
-    **dict.fromkeys(("strategy", "devices", "num_devices", "nproc", "num_nodes", "num_processes"), _DEVICES),
+    **dict.fromkeys(("devices", "gpus", "num_devices", "nproc", "num_processes"), _DEVICES),
+    **dict.fromkeys(("strategy", "num_nodes"), _DEVICES.replace("<2>", "2")),
     "sync_batchnorm": "Trainer(..., parallel=DDP(sync_batchnorm=True))",
     **dict.fromkeys(("compile", "torch_compile"), 'Trainer(..., fast=Fast(compile="regional"))'),
     **dict.fromkeys(("seed", "random_state", "manual_seed"), _SEED),
     **dict.fromkeys(("limit", "limit_train_batches", "fast_dev_run", "overfit_batches"), _LIMIT),
     **dict.fromkeys(
         ("limit_val_batches", "validation_steps", "val_batches", "eval_subset_num_batches"),
-        "fit(..., max_val_batches=20)   # smoke_run(trainer, train, val) is a dry run of all slots",
+        "fit(..., max_val_batches=<20>)   # smoke_run(trainer, train, val) is a dry run of all slots",
     ),
     **dict.fromkeys(("eval_on_start", "val_before_train"), "fit(..., validate_at_start=True)"),
-    **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), "evaluate(data, max_batches=20)"),
-    **dict.fromkeys(("steps_per_epoch", "train_steps"), "fit(..., epoch_updates=100)"),
-    **dict.fromkeys(("train_batch_size", "per_device_train_batch_size", "bs"), "fit(..., batch_size=64)"),
-    **dict.fromkeys(("check_val_every_n_epoch", "val_check_interval", "eval_steps"), "fit(..., validate=Epochs(1))"),
-    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "fit(batches(data, 64, workers=4), ...)"),
+    **dict.fromkeys(("limit_test_batches", "limit_predict_batches"), "evaluate(data, max_batches=<20>)"),
+    **dict.fromkeys(("steps_per_epoch", "train_steps"), "fit(..., epoch_updates=<100>)"),
+    **dict.fromkeys(("train_batch_size", "per_device_train_batch_size", "bs"), "fit(..., batch_size=<64>)"),
+    **dict.fromkeys(("val_check_interval", "eval_steps"), "fit(..., validate=Updates(<500>))"),
+    "check_val_every_n_epoch": "fit(..., validate=Epochs(<1>))",
+    **dict.fromkeys(("eval_strategy", "evaluation_strategy"), "fit(..., validate=Epochs(1))   # or Updates(500)"),
+    **dict.fromkeys(("num_workers", "dataloader_num_workers"), "fit(batches(data, 64, workers=<4>), ...)"),
     **dict.fromkeys(("data_collator", "collate_fn"), "fit(batches(data, 64, collate=...), ...)"),
-    "patience": "Trainer(..., early_stopping=EarlyStopping(..., patience=5))",
-    "ema": "Trainer(..., average=EMA(0.999))",
+    "patience": "Trainer(..., early_stopping=EarlyStopping(..., patience=<5>))",
+    "ema": "Trainer(..., average=EMA(<0.999>))",
     **dict.fromkeys(("validation_split", "val_split"), "fit(train, val, ...)   # " + _SPLIT),
     "datamodule": _VAL,
-    **dict.fromkeys(("amp", "fp16", "bf16", "mixed_precision"), 'Trainer(..., precision="auto")'),
-    **dict.fromkeys(("accelerator", "gpus", "use_cpu", "no_cuda"), "Trainer(..., device=...)"),
+    **{name: f'Trainer(..., precision="{name}")' for name in ("bf16", "fp16", "tf32")},
+    **dict.fromkeys(("amp", "mixed_precision"), 'Trainer(..., precision="bf16")   # or "fp16", or "auto"'),
+    "accelerator": 'Trainer(..., device="auto")   # or device="cpu", "cuda" or "mps"',
+    **dict.fromkeys(("use_cpu", "no_cuda"), 'Trainer(..., device="cpu")'),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), 'fit(..., resume="auto")'),
-    **dict.fromkeys(("dirpath", "output_dir", "save_dir", "default_root_dir"), 'Checkpoint("runs/1", ...)'),
-    **dict.fromkeys(("monitor", "metric_for_best_model", "save_best_only"), _BEST),
+    **dict.fromkeys(("dirpath", "output_dir", "save_dir", "default_root_dir"), 'Checkpoint(<"runs/1">, ...)'),
+    **dict.fromkeys(("monitor", "metric_for_best_model"), _BEST),
+    "save_best_only": _BEST,
     **dict.fromkeys(("load_best_model_at_end", "restore_best_weights"), _RESTORED),
-    "save_top_k": 'Checkpoint(..., best="val_loss", top=3)',
-    **dict.fromkeys(("save_last", "save_total_limit", "max_to_keep"), "Checkpoint(..., keep=3)"),
-    **dict.fromkeys(("every_n_train_steps", "save_steps"), "Checkpoint(..., every=Updates(500))"),
-    "every_n_epochs": "Checkpoint(..., every=Epochs(1))",
+    "save_top_k": 'Checkpoint(..., best="val_loss", top=<3>)',
+    **dict.fromkeys(("save_last", "save_total_limit", "max_to_keep"), "Checkpoint(..., keep=<3>)"),
+    **dict.fromkeys(("every_n_train_steps", "save_steps"), "Checkpoint(..., every=Updates(<500>))"),
+    "every_n_epochs": "Checkpoint(..., every=Epochs(<1>))",
+    "save_strategy": "Checkpoint(..., every=Epochs(1))   # or Updates(500)",
 }
-"""Arguments of other libraries, and what to write here instead, wherever they are given."""
+"""Arguments of other libraries, and what to write here instead, wherever they are given.
+
+The user's own value takes the place of an example in angle brackets (`with_value`).
+"""
 
 _WEIGHTS = 'load_weights("runs/1", trainer.model) before it'
 _OVER_ALL = "leave it out: a schedule gets the length of the run from fit"
 _FROM_FIT = "leave it out: the Trainer gives its optimizer"
+_SEEN = "leave it out: the console and all observers get each logged number"
+_MEAN = "leave it out: observers get the number of each update, and the history its mean over the epoch"
+_INIT = "WandbLogger(run=wandb.init(project=..., ...))   # with any argument of wandb"
+_LOGGERS = {
+    **dict.fromkeys(("config", "hparams", "params"), "hyperparameters={...}"),
+    **dict.fromkeys(("log_dir", "logdir", "save_dir", "dir"), 'directory=<"runs/1">'),
+    "run_name": 'name=<"first">',
+}
 _PASSES = {"ckpt_path": _WEIGHTS, "weights": _WEIGHTS, "dataloaders": "the data as the first argument"}
 _SCHEDULES = {
     "last_epoch": 'fit(..., resume="auto")',
     "optimizer": _FROM_FIT,
     **dict.fromkeys(("total_steps", "total_iters", "num_training_steps", "T_max"), _OVER_ALL),
     **dict.fromkeys(("epochs", "steps_per_epoch"), _OVER_ALL),
-    **dict.fromkeys(("warmup_steps", "num_warmup_steps", "warmup_epochs"), "warmup=Updates(500), or Epochs(1)"),
-    **dict.fromkeys(("warmup_ratio", "pct_start"), "warmup=0.3   # a share of the run"),
+    **dict.fromkeys(("warmup_steps", "num_warmup_steps"), "warmup=Updates(<500>), or Epochs(1)"),
+    "warmup_epochs": "warmup=Epochs(<1>), or Updates(500)",
+    **dict.fromkeys(("warmup_ratio", "pct_start"), "warmup=<0.3>   # a share of the run"),
     **dict.fromkeys(("eta_min", "min_lr", "end_factor"), "final=0.01   # a share of the rate"),
 }
 _WORKERS = "batches(data, 64, workers=4)"
 _ESTIMATORS = {
-    **dict.fromkeys(("max_epochs", "max_iter", "n_epochs", "num_epochs"), "epochs=50"),
-    **dict.fromkeys(("learning_rate", "learning_rate_init"), "lr=1e-3"),
-    **dict.fromkeys(("seed", "manual_seed"), "random_state=0"),
+    **dict.fromkeys(("max_epochs", "max_iter", "n_epochs", "num_epochs"), "epochs=<50>"),
+    **dict.fromkeys(("learning_rate", "learning_rate_init"), "lr=<1e-3>"),
+    **dict.fromkeys(("seed", "manual_seed"), "random_state=<0>"),
     **dict.fromkeys(("criterion", "loss_fn"), "loss=nn.CrossEntropyLoss()"),
-    **dict.fromkeys(("validation_fraction", "validation_split"), "validation=0.1"),
+    **dict.fromkeys(("validation_fraction", "validation_split"), "validation=<0.1>"),
     **dict.fromkeys(("compile", "torch_compile"), 'trainer_params={"fast": Fast(compile="regional")}'),
     "callbacks": 'trainer_params={"observers": [...]}',
 }
@@ -180,10 +254,21 @@ FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
         "class_weight": "Trainer(model, optimizer, nn.CrossEntropyLoss(weight=...))",
         "sample_weight": "batches (x, y, weight) and a training_step that returns MeanLoss(loss, weight.sum())",
     },
+    "Trainer.log": {
+        **dict.fromkeys(("prog_bar", "logger"), _SEEN),
+        **dict.fromkeys(("on_step", "on_epoch"), _MEAN),
+        **dict.fromkeys(("sync_dist", "rank_zero_only"), "leave it out: the number is that of all processes"),
+        **dict.fromkeys(("batch_size", "n"), "self.log(name, value, count=<32>)"),
+    },
+    "TensorBoardLogger": _LOGGERS,
+    "CSVLogger": _LOGGERS,
+    "WandbLogger": _LOGGERS | dict.fromkeys(("entity", "group", "tags", "id", "resume", "mode"), _INIT),
+    "MLflowLogger": _LOGGERS | {"experiment_name": 'experiment=<"digits">'},
     "Trainer.save": dict.fromkeys(("path", "filename"), 'trainer.save_weights("model.safetensors")'),
     "batches": {
-        "length": "fit(..., epoch_updates=100) for epochs of so many batches; bucketed(...) for rows of like length",
-        **dict.fromkeys(("num_workers", "persistent_workers", "worker_init_fn", "pin_memory"), _WORKERS),
+        "length": "fit(..., epoch_updates=<100>) for epochs of so many batches; bucketed(...) for rows of like length",
+        "num_workers": "batches(data, 64, workers=<4>)",
+        **dict.fromkeys(("persistent_workers", "worker_init_fn", "pin_memory"), _WORKERS),
         "collate_fn": "batches(data, 64, collate=...)",
         "generator": "batches(data, 64, shuffle=True, seed=0)",
         "prefetch_factor": "batches(data, 64, workers=2)",
@@ -191,29 +276,30 @@ FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
     },
     "Checkpoint": {
         **dict.fromkeys(("filename", "name"), "Checkpoint(directory, ...)   # each is named by its update"),
-        **dict.fromkeys(("path", "folder", "save_path"), 'Checkpoint("runs/1", ...)'),
-        "n_saved": "Checkpoint(..., keep=3)",
+        **dict.fromkeys(("path", "folder", "save_path"), 'Checkpoint(<"runs/1">, ...)'),
+        "n_saved": "Checkpoint(..., keep=<3>)",
         "save_weights_only": 'trainer.save_weights("model.safetensors")   # a checkpoint has all that a resume needs',
         **dict.fromkeys(("period", "save_freq"), "Checkpoint(..., every=Epochs(1))"),
     },
     "EarlyStopping": {
-        **dict.fromkeys(("metric", "metric_name", "score_function"), 'EarlyStopping("val_loss")'),
+        **dict.fromkeys(("metric", "metric_name"), 'EarlyStopping(<"val_loss">)'),
+        "score_function": 'EarlyStopping("val_loss")',
         **dict.fromkeys(("restore_best_weights", "restore_best_model"), "EarlyStopping(..., restore_best=True)"),
-        **dict.fromkeys(("delta", "threshold", "tol"), "EarlyStopping(..., min_delta=0.01)"),
+        **dict.fromkeys(("delta", "threshold", "tol"), "EarlyStopping(..., min_delta=<0.01>)"),
     },
-    "StepLR": {"step_size": "StepLR(Epochs(1), gamma=0.1)   # or StepLR(Updates(1000))", **_SCHEDULES},
+    "StepLR": {"step_size": "StepLR(Epochs(<1>), gamma=0.1)   # or StepLR(Updates(1000))", **_SCHEDULES},
     "Linear": {
         **_SCHEDULES,
-        "start_factor": "Linear(start=0.1, ...)",
-        "end_factor": "Linear(final=0.0)",
-        "total_iters": "Linear(over=Epochs(5))",
+        "start_factor": "Linear(start=<0.1>, ...)",
+        "end_factor": "Linear(final=<0.0>)",
+        "total_iters": "Linear(over=Epochs(<5>))",
     },
     "Cosine": _SCHEDULES | dict.fromkeys(("T_0", "T_mult"), "TorchSchedule(lambda optimizer: ...)"),
     "Plateau": {"optimizer": _FROM_FIT, "last_epoch": 'fit(..., resume="auto")'},
-    "OneCycle": _SCHEDULES | {"lr": "OneCycle(max_lr=1e-2)"},
+    "OneCycle": _SCHEDULES | {"lr": "OneCycle(max_lr=<1e-2>)"},
     **dict.fromkeys(("MultiStep", "Exponential", "Cyclic", "WarmupStableDecay"), _SCHEDULES),
     **dict.fromkeys(("SklearnClassifier", "SklearnRegressor"), _ESTIMATORS),
-    "EMA": dict.fromkeys(("beta", "momentum", "alpha"), "EMA(decay=0.999)"),
+    "EMA": dict.fromkeys(("beta", "momentum", "alpha"), "EMA(decay=<0.999>)"),
     "SWA": dict.fromkeys(("swa_start", "start_epoch"), "SWA(start=0.75)"),
     "MixedPrecision": dict.fromkeys(("dtype", "precision"), 'MixedPrecision("fp16")'),
     "FSDP": {
@@ -225,19 +311,19 @@ FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
 """Arguments of other libraries by the function here that they are given to."""
 
 OWN_ARGUMENTS = {
-    "epochs": "fit(..., epochs=10)",
-    "max_updates": "fit(..., max_updates=1000)",
-    "max_seconds": "fit(..., max_seconds=3600)",
-    "epoch_updates": "fit(..., epoch_updates=100)",
-    "batch_size": "fit(..., batch_size=64)",
+    "epochs": "fit(..., epochs=<10>)",
+    "max_updates": "fit(..., max_updates=<1000>)",
+    "max_seconds": "fit(..., max_seconds=<3600>)",
+    "epoch_updates": "fit(..., epoch_updates=<100>)",
+    "batch_size": "fit(..., batch_size=<64>)",
     "validate": "fit(..., validate=Epochs(1))",
     "resume": 'fit(..., resume="auto")',
     "optimizer": "Trainer(model, optimizer, loss)",
     "loss": "Trainer(model, optimizer, loss)",
     "metrics": 'Trainer(..., metrics={"accuracy": accuracy})',
-    "precision": 'Trainer(..., precision="auto")',
-    "accumulate": "Trainer(..., accumulate=4)",
-    "clip": "Trainer(..., clip=1.0)",
+    "precision": 'Trainer(..., precision=<"auto">)',
+    "accumulate": "Trainer(..., accumulate=<4>)",
+    "clip": "Trainer(..., clip=<1.0>)",
     "schedule": _SCHEDULE,
     "early_stopping": 'Trainer(..., early_stopping=EarlyStopping("val_loss"))',
     "checkpoint": 'Trainer(..., checkpoint=Checkpoint("runs/1"))',
@@ -264,7 +350,7 @@ def check_name(name: str, what: str = "metric") -> None:
     if name.startswith("val_"):
         raise SettingError(
             f"{what} name {name!r} starts with val_, which validation puts there itself",
-            fix=f'"{name.removeprefix("val_")}"',
+            fix=f'"{name.removeprefix("val_")}": validation reports it as {name!r}',
         )
 
 
@@ -288,6 +374,8 @@ def suggests(given: C) -> C:
     if isinstance(given, type):
         cls: Any = given
         cls.__init__ = suggests(cls.__init__)
+        if cls.__name__ in FOREIGN_ATTRIBUTES_OF:
+            cls.__getattr__ = _refuse_attribute_of(cls.__name__)
         return cast(C, cls)
 
     @functools.wraps(given)
@@ -388,24 +476,58 @@ def _suggest(error: Exception, function: Callable[..., Any], given: Mapping[str,
     if name.startswith("_") and owner is not None:  # a base of the class that is made
         name = type(owner).__name__
     known = {one.name for one in parameters}
-    unknown = [f"{name} takes no {wrong!r}.{_meant(wrong, known, name)}" for wrong in given if wrong not in known]
+    unknown = [_unknown(wrong, value, known, name=name) for wrong, value in given.items() if wrong not in known]
     by_name = ", ".join(one.name for one in parameters if one.kind is one.KEYWORD_ONLY)
     by_position = ", ".join(one.name for one in parameters if one.kind is not one.KEYWORD_ONLY)
     if not unknown:
-        takes = "." if parameters else f", which are none.{_meant('path', (), name)}"
+        takes = "" if parameters else f", which are none.{_meant('path', None, (), name=name)}"
         unknown = [f"{name} was called with other arguments than it takes{takes}"]
-    lines = [NOTE + "; ".join(unknown)]
+    lines = [NOTE + f"\n{' ' * len(NOTE)}".join(unknown)]
     entries = {"by position": by_position, "by name": by_name, "where": user_line()}
     error.add_note("\n".join([*lines, *(f"  {label:<13}{text}" for label, text in entries.items() if text)]))
 
 
-def _meant(wrong: str, known: Collection[str], name: str) -> str:
+def _unknown(wrong: str, value: Any, known: Collection[str], *, name: str) -> str:
+    meant = _meant(wrong, value, known, name=name)
+    return f"{name} takes no {wrong!r}" + (f".{meant}" if meant else "")
+
+
+def _meant(wrong: str, value: Any, known: Collection[str], *, name: str) -> str:
     instead = FOREIGN_ARGUMENTS_OF.get(name, {}).get(wrong) or FOREIGN_ARGUMENTS.get(wrong)
     near = did_you_mean(wrong, known)
-    instead = instead or ("" if near else OWN_ARGUMENTS.get(wrong, ""))
+    instead = with_value(instead or ("" if near else OWN_ARGUMENTS.get(wrong, "")), value)
     if instead.startswith("leave"):
         return f" L{instead[1:]}"
     return f" Write {instead}" if instead else near
+
+
+def with_value(instead: str, value: Any = None) -> str:
+    """Return a line to write with the user's value in place of each example `<10>` that is of its kind."""
+    return re.sub(r"<([^<>]+)>", lambda example: _of_this_kind(value, example[1]), instead)
+
+
+def _of_this_kind(value: Any, example: str) -> str:
+    """Return a value as code; the example where the value is a switch, -1, or a share in place of a count."""
+    if example.startswith('"'):
+        return f'"{value}"' if isinstance(value, str) and value.isprintable() and '"' not in value else example
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+        return example
+    if set("e.") & set(example):
+        return f"{value}"
+    return f"{int(value)}" if float(value).is_integer() else example
+
+
+def _refuse_attribute_of(cls: str) -> Callable[[object, str], Any]:
+    """Return a `__getattr__`: it raises an AttributeError, with the name here for those of `FOREIGN_ATTRIBUTES_OF`."""
+
+    def get(given: object, name: str) -> Any:
+        text, instead = (
+            f"{type(given).__name__!r} object has no attribute {name!r}",
+            FOREIGN_ATTRIBUTES_OF[cls].get(name),
+        )
+        raise AttributeError(message(text, fix=instead) if instead else text, name=name, obj=given)
+
+    return get
 
 
 class _Elsewhere:

@@ -331,7 +331,7 @@ class FirstBatches(Source):
     """The first `most` batches of each pass over other data, for a partial evaluation."""
 
     def __init__(self, source: Source, most: int) -> None:
-        self._source, self._most = source, most
+        self._source, self.most = source, most
         length = source.length
         self.length = None if length is None else min(length, most)
         self.limit = f"first {most} batches" if length is None else f"first {most} of {length} batches"
@@ -345,7 +345,7 @@ class FirstBatches(Source):
 
     def independent_copy(self) -> FirstBatches:
         """Return a copy with a position of its own."""
-        return FirstBatches(self._source.independent_copy(), self._most)
+        return FirstBatches(self._source.independent_copy(), self.most)
 
     def describe(self) -> str:
         """Return a description of the data, and which batches of them."""
@@ -353,7 +353,7 @@ class FirstBatches(Source):
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the first batches of a pass; no further one is read."""
-        return islice(self._source.epoch(epoch, skip), max(0, self._most - skip))
+        return islice(self._source.epoch(epoch, skip), max(0, self.most - skip))
 
     def fingerprint(self) -> dict[str, Any]:
         """Return the fingerprint of the data."""

@@ -84,7 +84,7 @@ class Report:
     def plot(self, path: str | Path | None = None) -> Any:
         """Plot the confusion matrix, or outputs over targets; save the plot if `path` is given.
 
-        Returns a matplotlib Figure. SettingError without matplotlib: `pip install "trainwright[plot]"`.
+        Returns a matplotlib Figure. SettingError without matplotlib.
         """
         from trainwright.core.figures import confusion_figure, values_figure
 

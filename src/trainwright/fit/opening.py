@@ -166,6 +166,14 @@ def open_sets(
     }
 
 
+def partial_sets(sources: dict[str, Source]) -> dict[str, float]:
+    """Return over how many batches each partial evaluation is, as `<name>_first_batches`; nothing for complete ones."""
+    from trainwright.data.streams import FirstBatches
+
+    partial = {name: source.most for name, source in sources.items() if isinstance(source, FirstBatches)}
+    return {f"{name}_first_batches": float(most) for name, most in partial.items()}
+
+
 def open_one(trainer: TrainerLike, data: Any, role: str, *, batch_size: int | None, max_batches: int | None) -> Source:
     """Return the source for one pass, sharded over the ranks, with at most `max_batches` batches."""
     if max_batches is not None:

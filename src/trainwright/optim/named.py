@@ -236,5 +236,5 @@ def _nothing_trains(left_out: list[str], trainable: int) -> SettingError:
     else:
         what, have = f"{len(left_out)} trainable parameters are in no optimizer", ", ".join(left_out[:5])
         want = "every parameter that requires a gradient in the optimizer"
-        fix = "add them to the optimizer, or parameter.requires_grad_(False)"
+        fix = "an optimizer over model.parameters(), or parameter.requires_grad_(False)"
     return SettingError(what, have=have, want=want, fix=fix)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
+from trainwright.core.device import moves_itself
 from trainwright.core.errors import DataError, SettingError
 from trainwright.core.host_reads import as_count
 from trainwright.core.records import Count
@@ -274,4 +275,4 @@ def _items(batch: Any) -> Sequence[Any]:
         return batch
     if dataclasses.is_dataclass(batch) and not isinstance(batch, type):
         return [getattr(batch, field.name) for field in dataclasses.fields(batch)]
-    return list(vars(batch).values()) if hasattr(batch, "to") and hasattr(batch, "__dict__") else []
+    return list(vars(batch).values()) if moves_itself(batch) and hasattr(batch, "__dict__") else []

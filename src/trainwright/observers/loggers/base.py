@@ -190,7 +190,7 @@ def require(package: str, logger: str) -> None:
     spec = find_spec(package)
     if spec is None or spec.origin is None:  # a folder of that name, such as the `wandb` of earlier runs, has no origin
         what = f"{logger}(...) without the package {package}"
-        raise SettingError(what, fix=f'pip install "trainwright[{package}]"')
+        raise SettingError(what, fix=f'pip install {package}   # or pip install ".[{package}]" in the clone')
 
 
 def _pixels(figure: Any) -> Any:
