@@ -1,4 +1,4 @@
-"""The Protocols that a user's own class can fill (parts of a checkpoint, slots of the loop), and `Observer`."""
+"""The protocols that user classes can implement (parts of checkpoints, slots of the loop), and `Observer`."""
 
 from __future__ import annotations
 
@@ -19,64 +19,64 @@ if TYPE_CHECKING:
     from trainwright.schedules.bound import BoundSchedule
 
 Tree = Any
-"""None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
+"""Nested state: None, bool, int, float, str, bytes, tensor, ndarray, list, tuple, dict with str or int keys."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Something with state that belongs in a checkpoint."""
+    """An object whose state is part of a checkpoint."""
 
     def state_dict(self) -> Tree:
-        """The state as plain data and tensors."""
+        """Return the state as plain data and tensors."""
 
     def load_state_dict(self, tree: Tree, /) -> Any:
-        """Take over a state that `state_dict` gave."""
+        """Load a state that `state_dict` has returned."""
 
 
 class Clip(Protocol):
-    """Limits the unscaled gradients of one update, in place."""
+    """Clips the unscaled gradients of one update."""
 
     def __call__(self, parameters: list[Tensor], /) -> Tensor | None:
-        """Clip the `.grad` of `parameters`; return their total norm before clipping, or None."""
+        """Clip the `.grad` of `parameters` in place; return their total norm before clipping, or None."""
 
 
 class Schedule(Protocol):
-    """A learning-rate schedule: the settings. `bind` makes the object with state, which sets the rates of a run."""
+    """The settings of a learning-rate schedule; `bind` makes the object with state that sets the rates of a run."""
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> BoundSchedule:
-        """The rates of this optimizer over this plan; SettingError where the plan contradicts the settings."""
+        """Return the schedule of an optimizer for a plan; SettingError if the plan contradicts the settings."""
         ...
 
 
 class Metric(Protocol):
-    """A metric with state of its own; each pass runs a copy.
+    """A metric with state. Each pass over data uses a copy of the object.
 
-    A checkpoint holds its `state_dict()`, where it has one beside `load_state_dict(tree)`, else its attributes. With
-    several processes each updates a copy with its own rows, and `merge(other)` is needed too: it adds what another
-    object of the class was updated with. Rank 0 then calls `compute`. Metrics of torchmetrics whose states are summed,
-    maxima, minima or lists, and those of torcheval, need none.
+    A checkpoint holds its `state_dict()` if it also has `load_state_dict(tree)`, else its attributes. With several
+    processes, each one updates a copy with its own rows, and a method `merge(other)` is required: it adds the state of
+    another object of the class. Rank 0 then calls `compute`. Metrics of torcheval need no `merge`, nor do those of
+    torchmetrics whose states are reduced by sum, maximum, minimum or concatenation.
     """
 
     def update(self, output: Any, target: Any) -> None:
-        """Add one batch, detached from the graph."""
+        """Add one batch of detached tensors."""
 
     def compute(self) -> Any:
-        """Return the number so far, or a dict of numbers."""
+        """Return the value so far: a number, or a dict of numbers."""
 
     def reset(self) -> None:
-        """Start again without rows."""
+        """Reset to the state without rows."""
 
 
 class Observer:
-    """Watches a run: gets read-only records of plain numbers and cannot change anything.
+    """Base class of observers: objects that receive read-only records of plain numbers during a run.
 
-    Override any of the methods. A method `on_...` that is not one of them is refused when the class is defined.
+    Subclasses override any of the methods. Any other method `on_...` raises TypeError when the class is defined.
     """
 
     wants: ClassVar[frozenset[str]] = frozenset()
-    """Numbers that cost something and are computed only where asked for: "grad_norm"."""
+    """Numbers that are computed only on request because of their cost: "grad_norm"."""
     every: Duration | None = None
-    """How often `on_update` is called: `Updates(n)` or `Seconds(n)`; None: at every update. Read once, before `fit`."""
+    """The interval of `on_update`: `Updates(n)` or `Seconds(n)`; None: every update. Read once, before `fit`."""
 
     def __init_subclass__(cls) -> None:
         super().__init_subclass__()
@@ -85,35 +85,35 @@ class Observer:
             raise TypeError(f"{cls.__name__}.wants: {', '.join(sorted(unknown))}: only 'grad_norm' can be asked for")
 
     def resume_at(self, update: int, skipped: int = 0, *, continues: bool = True) -> None:
-        """Drop what was written after `update`: the run resumes there. Called before `on_fit_start`; no-op here.
+        """Discard records after `update`, where the run resumes. Called before `on_fit_start`. No-op here.
 
-        `skipped`: the skipped updates of the stage so far. `continues`: whether the run trains further; False where it
-        had finished and only its result is loaded.
+        `skipped`: the skipped updates of the stage so far. `continues`: whether the run trains further; False if it had
+        finished, so that only its result is loaded.
         """
 
     def on_fit_start(self, plan: Plan) -> None:
-        """Before the first update."""
+        """Called before the first update."""
 
     def on_update(self, update: Update) -> None:
-        """After every update."""
+        """Called after every update, or at the interval `every`."""
 
     def on_speed(self, speed: Speed) -> None:
-        """How fast a stretch of training went: each time that a `Throughput` among the observers asks for it."""
+        """Called with the speed of a part of the training, at the interval of a `Throughput` among the observers."""
 
     def on_statistics(self, statistics: ModelStatistics) -> None:
-        """What weights, gradients and an update look like: where a `Statistics` among the observers asks for it."""
+        """Called with statistics of weights, gradients and updates, at the interval of a `Statistics` observer."""
 
     def on_validate(self, record: Validation) -> None:
-        """After every validation."""
+        """Called after every validation."""
 
     def on_epoch(self, record: Validation) -> None:
-        """After every finished epoch, and its validation; also where a run ends inside an epoch without one."""
+        """Called after every finished epoch and its validation, and if a run ends inside an epoch without one."""
 
     def on_save(self, saved: Saved) -> None:
-        """When a checkpoint is complete on disk."""
+        """Called when a checkpoint is complete on disk."""
 
     def on_fit_end(self, result: Result) -> None:
-        """After the last update, also when the run ends in an error."""
+        """Called after the last update, also if the run ends with an error."""
 
 
 EVENTS = (
@@ -123,7 +123,7 @@ EVENTS = (
 
 
 def listeners(observers: Sequence[Observer], event: str) -> list[Any]:
-    """The bound `event` methods of those observers that really override it."""
+    """Return the bound `event` methods of the observers that override it."""
     return [
         getattr(observer, event)
         for observer in observers

@@ -1,4 +1,4 @@
-"""The records of a run: the return of a step, the records of observers, the result of `fit`."""
+"""The records of a run: return values of steps, records for observers, and the result of `fit`."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ TARGETS = ("target", "targets", "labels", "label", "y")
 
 @dataclass(slots=True, eq=False)
 class MeanLoss:
-    """A loss that is a mean, returned by a step.
+    """Return value of a step: a mean loss with its count.
 
     Args:
         loss: The mean, a tensor with one element.
-        count: What it is a mean over: the number of rows, valid tokens or elements.
+        count: The denominator of the mean: the number of rows, valid tokens or elements.
     """
 
     loss: Tensor
@@ -30,7 +30,7 @@ class MeanLoss:
 
 @dataclass(slots=True, eq=False)
 class SumLoss:
-    """A loss that is a sum, returned by a step. The window's loss is total / count with a `count`, and the sum without.
+    """Return value of a step: a summed loss. The loss of a window is total / count, or the total without a `count`.
 
     Args:
         total: The sum, a tensor with one element.
@@ -43,7 +43,7 @@ class SumLoss:
 
 @dataclass(slots=True, eq=False)
 class StepOutput:
-    """The return of a step: the loss, and the output and target that metrics read.
+    """Return value of a step: the loss, and the output and target for metrics.
 
     Args:
         loss: The loss: a tensor, `MeanLoss`, `SumLoss`, or a dict of losses.
@@ -58,10 +58,10 @@ class StepOutput:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """One optimizer update, in plain floats, as observers see it."""
+    """Record of one optimizer update, in plain floats, for observers."""
 
     update: int
-    """Updates applied so far over all stages, this one included."""
+    """Updates applied so far over all stages, including this one."""
     epoch: int
     loss: float
     """The loss of the window, without loss scaling."""
@@ -69,57 +69,57 @@ class Update:
     """The learning rate of the first group in this update."""
     lrs: tuple[float, ...]
     grad_norm: float | None
-    """The norm of the unscaled gradient before clipping; None where nothing requests it."""
+    """The norm of the unscaled gradient before clipping; None if nothing requests it."""
     rows: int
     skipped: bool
     values: Mapping[str, float] = field(default_factory=dict)
     """Named losses, logged and probed numbers, and `lr_<name>` and `grad_norm_<name>` of named optimizers."""
     loss_scale: float | None = None
-    """The loss scale of this update's backward passes (fp16); None without one, and for your own on a device."""
+    """The loss scale of this update's backward passes (fp16); None without one, or if a custom scale is a tensor."""
 
 
 @dataclass(frozen=True, slots=True)
 class Validation:
-    """Numbers of one validation (`on_validate`), or of one finished epoch (`on_epoch`)."""
+    """Record of one validation (`on_validate`) or one finished epoch (`on_epoch`)."""
 
     epoch: int
-    """Finished epochs over all stages (during an epoch: those before it)."""
+    """Finished epochs over all stages; during an epoch, those before it."""
     update: int
     metrics: Mapping[str, float]
     """`loss`, `val_loss`, ... and `lr`, as in a row of `history`."""
     best: bool
     """Whether the monitored number is the best so far."""
     waited: int
-    """Validations since early stopping's best; 0 where it is the best or nothing is watched."""
+    """Validations since the best one of early stopping; 0 if this is the best, or without early stopping."""
     patience: int
     """Early stopping's patience; 0 without early stopping."""
     seconds: float
     """Time since the last `Validation` record."""
     rows: int
-    """Rows trained on since the last `Validation` record."""
+    """Rows trained since the last `Validation` record."""
     waiting: float
-    """Share of that time spent waiting for data, 0 to 1."""
+    """The fraction of that time spent waiting for data, 0 to 1."""
     skipped: int
     """Updates skipped so far."""
     notes: tuple[str, ...] = ()
-    """What changed since the last record, such as a split of batches, in a line each."""
+    """Lines on changes since the last record, such as a split of batches."""
     final: bool = False
     """Whether it was measured only because the run ends early: it is no row of `history`, and a resume drops it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Saved:
-    """One checkpoint that is complete on disk."""
+    """Record of a checkpoint that is complete on disk."""
 
     path: Path
     update: int
     best: bool
     seconds: float = 0.0
-    """Seconds from the start of its copy until it was durable."""
+    """Seconds from the start of the copy until the checkpoint was durable."""
     blocked: float = 0.0
-    """Seconds that training waited for its copy, or for its write where that is not in the background."""
+    """Seconds that training waited for the copy, or for the complete write without a background writer."""
     size: int = 0
-    """Bytes of its tensors and texts."""
+    """Size of its tensors and texts in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,32 +140,32 @@ class Result:
     history: list[dict[str, float]]
     """One row per validation or epoch end."""
     best: Best | None
-    """The best of the monitored number, where one is monitored."""
+    """The best value of the monitored number; None if no number is monitored."""
     updates: int
     epochs: int
     """Finished epochs of this stage."""
     stopped: str
-    """Why the run ended."""
+    """The reason for the end of the run."""
     seconds: float
     skipped: int = 0
     weights: str = "last"
-    """Which weights the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n".
+    """The weights that the model holds now: "last", "averaged", "best of epoch n" or "averaged, best of epoch n".
 
-    If they are the best by another number than that of `best`, its name follows: "best of epoch n by val_loss".
+    If these are the best by another number than that of `best`, its name follows: "best of epoch n by val_loss".
     """
     notes: tuple[str, ...] = ()
-    """Further lines: a schedule that did not reach its end for skipped updates, a save when an error ended the run."""
+    """Further lines, such as on a schedule cut short by skipped updates, or a save after an error."""
     blocked: float = field(default=0.0, compare=False)
     """Seconds that this `fit` has waited for saves."""
     final_validation: dict[str, float] | None = None
-    """The numbers at an early end (`stop()`, `max_seconds`) without a validation that was due, in the form of a row.
+    """The numbers of an additional validation at an early end (`stop()`, `max_seconds`), in the form of a history row.
 
-    They are not in `history` and are not monitored, so that a run resumed from there equals the run that never ended.
-    None where the end was planned (`epochs`, `max_updates`) or a validation was due there.
+    They are neither in `history` nor monitored, so that a run resumed from there equals an uninterrupted run. None if
+    the end was planned (`epochs`, `max_updates`), or a validation was due there anyway.
     """
 
     def _repr_html_(self) -> str:
-        """Return how the run ended and the last rows of its history, for a notebook."""
+        """Return the end of the run and the last rows of its history as HTML, for a notebook."""
         from trainwright.core.figures import html_history, html_pairs
 
         best = self.best and f"{self.best.name} {self.best.value:.4g} at epoch {self.best.epoch}"
@@ -174,9 +174,9 @@ class Result:
         return html_pairs(facts) + html_history(self.history)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw the history: losses, other numbers, learning rates, the best marked; save it under `path` where given.
+        """Plot the history: losses, other numbers, learning rates, and a mark at the best value.
 
-        Returns a matplotlib Figure. SettingError without matplotlib.
+        Returns a matplotlib Figure, and saves it to `path` if given. SettingError without matplotlib.
         """
         from trainwright.core.figures import history_figure
 

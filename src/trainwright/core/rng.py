@@ -14,11 +14,11 @@ import torch
 from trainwright.core.checks import check_form
 
 _MT19937 = 624 * 4 + 4
-"""Size in bytes of the state of NumPy's Mersenne twister: key and position."""
+"""Size in bytes of the state of NumPy's Mersenne Twister: key and position."""
 
 
 def random_state() -> dict[str, Any]:
-    """Return every global random state, as a tree of plain data and tensors that must not be modified."""
+    """Return all global random states as a tree of plain data and tensors, which must not be modified."""
     state = host_random_state()
     if torch.cuda.is_initialized() or _HAS_MPS:
         state |= _accelerator_state()
@@ -40,7 +40,7 @@ def have_moved(state: dict[str, Any]) -> bool:
 
 
 def host_random_state() -> dict[str, Any]:
-    """Return the global random states of Python, NumPy and torch on the CPU, in the same form."""
+    """Return the global CPU random states of Python, NumPy and torch, in the form of `random_state`."""
     return {"python": random.getstate(), "numpy": _numpy.state(), "torch": torch.default_generator.get_state()}
 
 
@@ -62,7 +62,7 @@ def _set_accelerator_state(state: dict[str, Any]) -> None:
 
 
 def is_random_state(value: object) -> bool:
-    """Return whether `set_random_state` accepts a value; nothing is set."""
+    """Return whether `set_random_state` accepts a value, without a change of any state."""
     state: Any = value
     try:
         random.Random().setstate(state["python"])
@@ -74,7 +74,7 @@ def is_random_state(value: object) -> bool:
 
 
 def seed(number: int, generators: Iterable[torch.Generator] = ()) -> None:
-    """Seed every global random state, and `generators`, with one number."""
+    """Seed all global random states and `generators` with one number."""
     random.seed(number)
     np.random.seed(number)
     torch.manual_seed(number)
@@ -92,8 +92,8 @@ def _same(state: Any, other: Any) -> bool:
     return bool(np.array_equal(state, other)) if isinstance(state, np.ndarray) else state == other
 
 
-class rng_preserved:  # a class, since each evaluation enters it
-    """A context that restores every global random state, and those of `generators`, at the end of the block."""
+class rng_preserved:  # a class, since each evaluation enters it: cheaper than a generator
+    """Context manager that restores all global random states and those of `generators` at its end."""
 
     __slots__ = ("_generators", "_own", "_state")
 
@@ -111,18 +111,18 @@ class rng_preserved:  # a class, since each evaluation enters it
 
 
 class PausedRng:
-    """The random states of a pass that pauses: `resume` sets those of its last `pause`, those of `generators` too."""
+    """Random states of a pass with pauses: `resume` restores those of the last `pause`, including `generators`."""
 
     def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
         self._generators = list(generators)
         self._states: tuple[dict[str, Any], list[torch.Tensor]] | None = None
 
     def pause(self) -> None:
-        """Record the states."""
+        """Record the current states."""
         self._states = random_state(), [generator.get_state() for generator in self._generators]
 
     def resume(self) -> None:
-        """Set the recorded states. No-op before the first pause."""
+        """Restore the recorded states. No-op before the first pause."""
         if self._states is None:
             return
         state, own = self._states
@@ -132,9 +132,9 @@ class PausedRng:
 
 
 class _NumPy:
-    """NumPy's global generator: its state is read and set only after a change, since each takes 30 us.
+    """NumPy's global generator. Its state is read and set only after a change, since either takes 30 us.
 
-    `numpy.random` takes time to import, and is imported on first use.
+    `numpy.random` is slow to import and is therefore imported on first use.
     """
 
     _seen: bytes | None = None
@@ -148,15 +148,15 @@ class _NumPy:
         return self._state
 
     def set_state(self, state: Any) -> None:
-        """Set a state, if a number was drawn since."""
+        """Set a state, if numbers were drawn since."""
         if self.state() is not state:
             np.random.set_state(state)
-            self._seen = None  # a stored second normal deviate does not change the memory
+            self._seen = None  # the memory does not include the cached second normal deviate
 
     def _memory(self) -> bytes | None:
-        """Return the memory that changes with each draw; None where it is not known."""
+        """Return the memory that changes with each draw; None if it is unknown."""
         generator: Any = np.random.mtrand._rand._bit_generator
-        # A stored second normal deviate is not in this memory, and is used up without a change.
+        # A cached second normal deviate is outside of this memory, and is consumed without a change of it.
         if type(generator) is not np.random.MT19937 or (self._state is not None and self._state[3]):
             return None
         return ctypes.string_at(generator.ctypes.state_address, _MT19937)
@@ -168,23 +168,23 @@ _numpy = _NumPy()
 
 @dataclass(slots=True)
 class RngCheckpoint:
-    """Part `random` of a checkpoint: the random states at the start of the current epoch, and at the save.
+    """Part `random` of a checkpoint: the random states at the start of the current epoch and at the save.
 
-    A resume draws the order of the epoch again from the first, then continues from the second:
+    A resume draws the order of the epoch from the first state, then continues from the second:
 
         loaded -> (restore_before_opening, for a validation or probe that is due) -> epoch opened
-        loaded -> restore, where nothing of the epoch is left
+        loaded -> restore, if the epoch is complete
     """
 
     epoch_start_state: dict[str, Any] = field(default_factory=dict)
-    """Empty until the iterator of the current epoch is made: a run may stop before that."""
+    """Empty until the iterator of the current epoch is made; a run may stop before that."""
     resume_state: dict[str, Any] | None = None
     """The loaded state of the save, until the epoch is opened or `restore` is called."""
     restored_before_opening: bool = False
-    """Whether that state was set already, though the epoch is still to be opened."""
+    """Whether `resume_state` was already set, before the epoch is opened."""
 
     def state_after_opening(self) -> dict[str, Any] | None:
-        """Return the state to continue with when the epoch is opened; None where it is not resumed."""
+        """Return the state to set once the epoch is opened; None if the epoch is not resumed."""
         return random_state() if self.restored_before_opening else self.resume_state
 
     def state_dict(self) -> dict[str, Any]:
@@ -192,18 +192,18 @@ class RngCheckpoint:
         return {"epoch_start": self.epoch_start_state, "now": self.state_after_opening() or random_state()}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load both states; the states of the process change in one of the methods below."""
+        """Load both states. The states of the process change only in the methods below."""
         check_form(tree, epoch_start=lambda state: state == {} or is_random_state(state), now=is_random_state)
         self.epoch_start_state, self.resume_state = tree["epoch_start"], tree["now"]
 
     def restore_before_opening(self) -> None:
-        """Set the state of the save now, for a validation or probe that is due before the epoch is opened."""
+        """Set the state of the save, for a validation or probe that is due before the epoch is opened."""
         if self.resume_state is not None:
             set_random_state(self.resume_state)
             self.restored_before_opening = True
 
     def restore(self) -> None:
-        """Set the state of the save: between two epochs, or where nothing is left of one."""
+        """Set the state of the save, for a resume between two epochs or after the last batch of one."""
         if self.resume_state is not None:
             set_random_state(self.resume_state)
             self.epoch_start_state, self.resume_state = {}, None

@@ -1,7 +1,7 @@
-"""Signals that end a run: recorded on arrival, raised where the state of the run is consistent.
+"""Signals that end a run: recorded on arrival, raised when the state of the run is consistent.
 
-SIGTERM, SIGUSR1 and the first Ctrl-C wait for the end of the update in progress, at most `grace` seconds; while the
-loop waits for data the state is consistent, and they end the run at once. A second Ctrl-C ends it anywhere.
+SIGTERM, SIGUSR1 and the first Ctrl-C wait for the end of the current update, for at most `grace` seconds. While the
+loop waits for data the state is consistent, and they end the run at once. A second Ctrl-C ends the run anywhere.
 """
 
 from __future__ import annotations
@@ -18,35 +18,35 @@ from typing import Any
 ENDING = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name))
 """The signals that end a run."""
 ONE_CTRL_C = 0.1
-"""Seconds within which two Ctrl-C count as one: a terminal and a launcher may both send it."""
+"""Seconds within which two SIGINTs count as one Ctrl-C: a terminal and a launcher may both send it."""
 _SIGCHLD = getattr(signal, "SIGCHLD", None)
 Handler = Callable[[int, FrameType | None], Any]
 
 
 class Interrupted(BaseException):
-    """Ends a run for a signal; `fit` raises KeyboardInterrupt or Stopped in its place."""
+    """Raised inside a run to end it for a signal; `fit` converts it to KeyboardInterrupt or Stopped."""
 
     def __init__(self, number: int, *, late: bool = False) -> None:
         self.number = number
         self.late = late
-        """Whether the update in progress was interrupted, since it did not end in time."""
+        """Whether it has interrupted an update that did not end within the grace period."""
         self.name = "Ctrl-C" if number == signal.SIGINT else signal.Signals(number).name
         super().__init__(self.name)
 
 
 class Signals:
-    """The signal handlers of one run, and the signal that was received.
+    """The signal handlers of one run, and the received signal.
 
-    Only the main thread can install handlers; in other threads no signal is received. A handler of the user is left in
-    place, and so is an ignored signal.
+    Only the main thread can install handlers; in other threads no signal is received. Handlers set by the user, and
+    ignored signals, are not changed.
     """
 
     received = 0
-    """The signal that was received; 0 without one."""
+    """The number of the received signal; 0 for none."""
     data_failed = False
-    """Whether fetching a batch has raised an error."""
+    """Whether a fetch of a batch has raised an error."""
     _waiting = False
-    """Whether the loop waits for data: a signal then ends the run at once."""
+    """Whether the loop waits for data, so that a signal ends the run at once."""
     _held = 0
     _overdue = _ended = _child_died = False
     _came = 0.0
@@ -55,19 +55,19 @@ class Signals:
 
     def __init__(self, *, grace: float, alone: bool = True) -> None:
         self.grace = grace
-        """Seconds that a signal waits for the end of the update in progress."""
+        """Seconds that a signal waits for the end of the current update."""
         self.wake: Callable[[], None] | None = None
         """Called when a signal is received; set by a run."""
         self._alone = alone
-        """Whether this process is the only one: several ranks agree first, and end together."""
+        """Whether this is the only rank. Several ranks agree on the end first, and end together."""
         self._process = os.getpid()
         self._before: dict[int, Any] = {}
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Install the handlers, and restore the earlier ones at the end.
+        """Install the handlers inside the block; restore the earlier ones at its end.
 
-        Raises Interrupted at the end for a signal that was not raised inside; of several ranks, on this one alone.
+        Raises Interrupted at the end for a received signal that was not raised inside, on this rank only.
         """
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -84,7 +84,7 @@ class Signals:
             raise Interrupted(self.received)
 
     def fetch(self, read: Callable[..., Any], *arguments: Any) -> Any:
-        """Return `read(*arguments)`, which reads data; a signal before it or meanwhile ends the run at once."""
+        """Return `read(*arguments)`, a read of data; a signal before or during it ends the run at once."""
         self._waiting = self._alone
         try:
             if self.received or self._child_died:
@@ -103,21 +103,21 @@ class Signals:
             yield item
 
     def check(self) -> None:
-        """Raise Interrupted for a received signal; called where the state of the run is consistent."""
+        """Raise Interrupted if a signal was received. Called when the state of the run is consistent."""
         if self.received and self._alone:
             self._ended = True
             self._stop_timer()
             raise Interrupted(self.received)
 
     def obey(self, number: int) -> None:
-        """Have `check` raise for a signal that some rank has received, after all ranks have agreed to end."""
+        """Make `check` raise for a signal of any rank, after all ranks have agreed to end."""
         self.received, self._alone = number, True
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Return a context that only a second Ctrl-C interrupts, however long it takes.
+        """Protect the block from all interruptions but a second Ctrl-C.
 
-        The grace period of a signal that is received inside begins at its end.
+        The grace period of a signal that is received inside starts at the end of the block.
         """
         self._held += 1
         try:
@@ -128,9 +128,10 @@ class Signals:
                 self._start_timer()
 
     def watch_children(self) -> None:
-        """Let the death of a dataloader worker raise only while data are fetched.
+        """Make the death of a dataloader worker raise only while data are fetched.
 
-        Called after the start of workers, when torch installs its handler: that one raises inside an update too.
+        Called after the start of workers, when torch has installed its SIGCHLD handler, which may raise inside an
+        update.
         """
         if _SIGCHLD is None or not self._before:
             return
@@ -142,7 +143,7 @@ class Signals:
 
     def _receive(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()
-        if os.getpid() != self._process:  # in a forked process: as without this handler
+        if os.getpid() != self._process:  # a forked process behaves as without this handler
             signal.signal(number, self._before.get(number, signal.SIG_DFL))
             signal.raise_signal(number)
             return
@@ -176,7 +177,7 @@ class Signals:
         self.check()
         self._child_died = False
         assert _SIGCHLD is not None
-        # Sent again while the loader waits, so that the loader raises the error.
+        # Send SIGCHLD again while the loader waits, so that the loader raises the error.
         again = threading.Timer(0.01, signal.pthread_kill, (threading.main_thread().ident, _SIGCHLD))
         again.daemon = True
         again.start()
@@ -188,7 +189,7 @@ class Signals:
         self._timer.start()
 
     def _insist(self) -> None:
-        """Send the signal to the main thread again, from the timer's thread, to interrupt the update."""
+        """Send the signal to the main thread again, to interrupt the update. Runs in the timer's thread."""
         main = threading.main_thread().ident
         if self._before and not self._ended and not self._held and main is not None:
             self._overdue = True
@@ -199,7 +200,7 @@ class Signals:
         self._stop_timer()
         while self._before:
             number, handler = self._before.popitem()
-            if signal.getsignal(number) in (self._receive, self._receive_child):  # unless somebody has replaced it
+            if signal.getsignal(number) in (self._receive, self._receive_child):  # not replaced meanwhile
                 signal.signal(number, handler)
 
     def _stop_timer(self) -> None:

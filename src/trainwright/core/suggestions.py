@@ -1,4 +1,4 @@
-"""Help with names: did you mean, and refusing methods that nearly match a hook."""
+"""Help with names: "did you mean", names of other libraries, and errors for methods that nearly match a hook."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from trainwright.core.errors import NOTE, SettingError, message, user_line
 C = TypeVar("C", bound=Callable[..., Any])
 
 RESERVED = frozenset({"epoch", "grad_norm", "loss", "lr", "rows", "skipped", "update"})
-"""Numbers that the run itself reports; no metric, logged number or named loss may have such a name."""
+"""Names of the numbers that every run reports: reserved, not for metrics, logged numbers or named losses."""
 
 _BEGIN, _END, _AFTER = "def begin_epoch(self, epoch):", "def end_epoch(self, metrics):", "def after_update(self):"
 _VALIDATE = 'def validation_step(self, batch):   # evaluate(data, name="test") calls it too'
@@ -30,7 +30,7 @@ FOREIGN_METHODS = {
     **dict.fromkeys(("epoch_end", "training_epoch_end", "validation_epoch_end", "test_epoch_end"), _END),
     **dict.fromkeys(("val_step", "valid_step", "eval_step", "test_step"), _VALIDATE),
 }
-"""Methods that other libraries call, and what to write here instead."""
+"""Methods that other libraries call, with the code to write here instead."""
 
 _FIT = "trainer.fit(train, val, epochs=10)   # data are given to fit"
 _UPDATE = "def update(self, window):   # return super().update(window) makes the optimizer's step"
@@ -57,7 +57,7 @@ FOREIGN_HELPERS = {
     "save_hyperparameters": _STATE,
     "transfer_batch_to_device": "def to_device(self, batch):",
 }
-"""Methods that other libraries call and that a user's own code may call too: refused where none in the class does."""
+"""Methods that other libraries call, but user code may call too: an error if no code of the class calls them."""
 
 _CONSOLE = "leave it out: the console has a bar; Trainer(..., console=False) has none"
 _RANK, _PROGRESS = "trainer.world.rank", "trainer.progress.epoch"
@@ -90,7 +90,7 @@ FOREIGN_ATTRIBUTES = {
     "to": 'Trainer(..., device="cuda")',
     "lightning_module": "trainer.model",
 }
-"""Attributes of other libraries' trainers, and the name here."""
+"""Attributes of other libraries' trainers, with the name here."""
 
 _BEST_VALUE = "result.best.value, of result = trainer.fit(...)"
 FOREIGN_ATTRIBUTES_OF = {
@@ -107,7 +107,7 @@ FOREIGN_ATTRIBUTES_OF = {
         **dict.fromkeys(("stopped_epoch", "early_stop", "stopped"), "result.stopped, of result = trainer.fit(...)"),
     },
 }
-"""Attributes of other libraries' objects by the class here."""
+"""Attributes of objects of other libraries, by class of this library."""
 
 _HOOKED = "class Mine(Trainer), whose training_step(self, batch) returns the loss"
 _WATCHES = "from trainwright import Observer   # it watches; what changes a run is a slot or a hook of a Trainer"
@@ -136,7 +136,7 @@ FOREIGN_NAMES = {
     **dict.fromkeys(("FSDPStrategy", "FullyShardedDataParallel"), "from trainwright import FSDP"),
     **dict.fromkeys(("Accuracy", "accuracy_score"), "from trainwright import accuracy"),
 }
-"""Names of other libraries that are imported from this one, and what to write here."""
+"""Names of other libraries that users import from this one, with the code to write here."""
 
 _VAL, _OBSERVERS = "fit(train, val, ...)", "Trainer(..., observers=[Journal(...)])"
 _TORCHRUN = "torchrun --nproc-per-node <2> train.py"
@@ -209,9 +209,9 @@ FOREIGN_ARGUMENTS = {
     "every_n_epochs": "Checkpoint(..., every=Epochs(<1>))",
     "save_strategy": "Checkpoint(..., every=Epochs(1))   # or Updates(500)",
 }
-"""Arguments of other libraries, and what to write here instead, wherever they are given.
+"""Arguments of other libraries, with the code to write here instead; for all functions.
 
-The user's own value takes the place of an example in angle brackets (`with_value`).
+The user's value replaces an example in angle brackets (`with_value`).
 """
 
 _WEIGHTS = 'load_weights("runs/1", trainer.model) before it'
@@ -308,7 +308,7 @@ FOREIGN_ARGUMENTS_OF: dict[str, dict[str, str]] = {
         "mixed_precision": "FSDP(..., policy=MixedPrecisionPolicy(...))",
     },
 }
-"""Arguments of other libraries by the function here that they are given to."""
+"""Arguments of other libraries, by the function of this library that they are given to."""
 
 OWN_ARGUMENTS = {
     "epochs": "fit(..., epochs=<10>)",
@@ -334,11 +334,11 @@ OWN_ARGUMENTS = {
     "observers": "Trainer(..., observers=[...])",
     "fast": "Trainer(..., fast=Fast())",
 }
-"""Arguments of ours, and where they belong, for a function that does not take them."""
+"""Arguments of this library, with the call that they belong to, for functions without them."""
 
 
 def check_name(name: str, what: str = "metric") -> None:
-    """Refuse a name that the run itself reports under, or that starts with `val_`."""
+    """Raise SettingError for a name that is reserved or starts with `val_`. `what`: the kind of number it names."""
     if not isinstance(name, str) or not name:
         raise SettingError(f"{what} name {name!r}", want="a string that is not empty")
     if name in RESERVED:
@@ -355,21 +355,21 @@ def check_name(name: str, what: str = "metric") -> None:
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
-    """`` Did you mean 'x'?`` with the nearest known name, or an empty string where none is near."""
+    """Return ` Did you mean 'x'?` with the nearest known name; "" if none is near."""
     near = nearest(name, known)
     return "" if near is None else f" Did you mean {near!r}?"
 
 
 def nearest(name: str, known: Collection[str]) -> str | None:
-    """The nearest known name, or None where none is near."""
+    """Return the nearest known name; None if none is near."""
     return next(iter(get_close_matches(name, sorted(known), n=1, cutoff=0.6)), None)
 
 
 def suggests(given: C) -> C:
-    """Let a call with an argument that a function, or a class, does not take say which one was meant.
+    """Decorate a function or a class: a call with an unknown argument suggests the right one.
 
-    The TypeError of the call itself gains a note; one that is raised inside the function passes untouched. A method
-    of an object whose class forgot `super().__init__(...)` says so.
+    The TypeError of the call gets a note; one that is raised inside the function is not changed. For a method, an
+    object whose class does not call `super().__init__(...)` gives a TypeError that says so.
     """
     if isinstance(given, type):
         cls: Any = given
@@ -405,10 +405,10 @@ ATTRIBUTES = frozenset({"fast_path", "history", "result", "world"})
 
 
 def refuse_near_names(cls: type, known: Collection[str], *, base: type | None = None, prefix: str = "") -> None:
-    """Raise TypeError where a method defined in `cls`, or in a mixin next to `base`, nearly has a `known` name.
+    """Raise TypeError if a method of `cls`, or of a mixin beside `base`, has nearly a `known` name.
 
-    So it is for one that `base` takes as an argument of this name, which would hide it. With a `prefix` every method
-    that starts with it must be known.
+    Also for a method with the name of an argument of `base`, which would hide it. With a `prefix`, every method that
+    starts with it must be known.
     """
     arguments = set() if base is None else set(inspect.signature(base).parameters)
     inherited = set() if base is None else set(base.__mro__)
@@ -437,9 +437,9 @@ def refuse_near_names(cls: type, known: Collection[str], *, base: type | None = 
 
 
 def refuse_unused_helpers(cls: type, known: Collection[str], *, base: type) -> None:
-    """Raise TypeError where `cls` has a method of `FOREIGN_HELPERS` that no other code of it uses.
+    """Raise TypeError if `cls` has a method of `FOREIGN_HELPERS` that no other code of the class uses.
 
-    For the class of an object that is made: a class that only others are derived from may leave the use to them.
+    Called when an object is made, not when a class is defined: the use may be in a subclass.
     """
     if cls is base:
         return
@@ -473,7 +473,7 @@ def _suggest(error: Exception, function: Callable[..., Any], given: Mapping[str,
     if any(one.kind is one.VAR_KEYWORD for one in parameters):
         return
     name = function.__qualname__.removesuffix(".__init__")
-    if name.startswith("_") and owner is not None:  # a base of the class that is made
+    if name.startswith("_") and owner is not None:  # a private base: name the class of the object
         name = type(owner).__name__
     known = {one.name for one in parameters}
     unknown = [_unknown(wrong, value, known, name=name) for wrong, value in given.items() if wrong not in known]
@@ -502,12 +502,12 @@ def _meant(wrong: str, value: Any, known: Collection[str], *, name: str) -> str:
 
 
 def with_value(instead: str, value: Any = None) -> str:
-    """Return a line to write with the user's value in place of each example `<10>` that is of its kind."""
+    """Return a line of code with the user's value in place of each example such as `<10>` of the same kind."""
     return re.sub(r"<([^<>]+)>", lambda example: _of_this_kind(value, example[1]), instead)
 
 
 def _of_this_kind(value: Any, example: str) -> str:
-    """Return a value as code; the example where the value is a switch, -1, or a share in place of a count."""
+    """Return a value as code; the example if the value is of another kind: a bool, -1, or a fraction for a count."""
     if example.startswith('"'):
         return f'"{value}"' if isinstance(value, str) and value.isprintable() and '"' not in value else example
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -518,7 +518,7 @@ def _of_this_kind(value: Any, example: str) -> str:
 
 
 def _refuse_attribute_of(cls: str) -> Callable[[object, str], Any]:
-    """Return a `__getattr__`: it raises an AttributeError, with the name here for those of `FOREIGN_ATTRIBUTES_OF`."""
+    """Return a `__getattr__` that raises AttributeError, with the name here for `FOREIGN_ATTRIBUTES_OF`."""
 
     def get(given: object, name: str) -> Any:
         text, instead = (
@@ -531,10 +531,10 @@ def _refuse_attribute_of(cls: str) -> Callable[[object, str], Any]:
 
 
 class _Elsewhere:
-    """An attribute that other libraries have: reading it is an AttributeError with the name here.
+    """Descriptor for an attribute of other libraries: a read raises AttributeError with the name here.
 
-    It has no `__set__`, so that a user's own attribute or method of this name takes its place. A `__getattr__` would
-    cost every other attribute of the class time: Python 3.11 calls methods of such a class five times slower.
+    It has no `__set__`, so that an attribute or method of the user overrides it. A `__getattr__` would slow down all
+    attributes of the class: Python 3.11 calls methods of such a class five times slower.
     """
 
     def __init__(self, name: str, instead: str) -> None:
@@ -545,19 +545,19 @@ class _Elsewhere:
 
 
 def point_elsewhere(cls: type) -> None:
-    """Have `FOREIGN_ATTRIBUTES` that a class does not have raise AttributeErrors with the names here."""
+    """Add `FOREIGN_ATTRIBUTES` to a class, unless it has them: reads raise AttributeError with the name here."""
     for name, instead in FOREIGN_ATTRIBUTES.items():
         if name not in vars(cls):
             setattr(cls, name, _Elsewhere(name, instead))
 
 
 def points_elsewhere(given: object, name: str) -> bool:
-    """Return whether an attribute is one of `FOREIGN_ATTRIBUTES` that only raises."""
+    """Return whether an attribute is one that `point_elsewhere` has added."""
     return isinstance(inspect.getattr_static(given, name, None), _Elsewhere)
 
 
 def _is_used(name: str, classes: Collection[type]) -> bool:
-    """Whether other code of the classes uses a method: by its name, or by another name for the same function."""
+    """Return whether other code of the classes uses a method, by its name or by an alias of its function."""
     itself = [vars(one)[name] for one in classes if name in vars(one)]
     others = [value for one in classes for key, value in vars(one).items() if key != name and _may_use(key, value)]
     return any(found == name or found in itself for found in _reached(others))
@@ -568,7 +568,7 @@ def _may_use(key: str, value: Any) -> bool:
 
 
 def _reached(values: Collection[Any]) -> Iterator[Any]:
-    """The names, strings and functions that code uses: that of methods, properties, decorators and inner functions."""
+    """Yield the names, strings and functions in the code of methods, properties, decorators and inner functions."""
     waiting, seen = list(values), set[int]()
     while waiting:
         one = waiting.pop()
@@ -585,8 +585,8 @@ def _reached(values: Collection[Any]) -> Iterator[Any]:
             yield one
         if not isinstance(one, type):
             waiting += [found for part in _PARTS if (found := getattr(one, part, None)) is not None]
-        for cell in getattr(one, "__closure__", None) or ():  # what a decorator has wrapped
-            with suppress(ValueError):  # a variable that is set later
+        for cell in getattr(one, "__closure__", None) or ():  # holds the function that a decorator has wrapped
+            with suppress(ValueError):  # an empty cell: the variable is not set yet
                 waiting += [cell.cell_contents] if inspect.isroutine(cell.cell_contents) else []
 
 
@@ -595,7 +595,7 @@ _PARTS = ("__code__", "__func__", "__wrapped__", "fget", "fset", "func")
 
 
 def _instead_of(name: str) -> str:
-    """What to write instead of a method that another library calls, or ""."""
+    """Return the code to write instead of a method that another library calls; "" for any other name."""
     if name in FOREIGN_METHODS or not name.startswith("on_"):
         return FOREIGN_METHODS.get(name, "")
     if "epoch" in name:
@@ -606,7 +606,7 @@ def _instead_of(name: str) -> str:
 
 
 def _is_unmade(made: Any, name: str | None) -> bool:
-    """Whether an object lacks what its base's `__init__` sets."""
+    """Return whether an object lacks an attribute because its class does not call the `__init__` of its base."""
     for cls in type(made).__mro__[1:]:
         base = getattr(vars(cls).get("__init__"), "__wrapped__", None)
         if base is not None:

@@ -1,9 +1,9 @@
-"""Every private name of torch that the library uses, with the versions of torch for which each was checked.
+"""All private names of torch that the library uses, with the versions for which each was checked.
 
-Torch promises nothing about these names. "Run": the tests passed with that version on a CPU. "Read": the Python sources
+Torch gives no guarantee for these names. "Run": the tests passed with that version on a CPU. "Read": the Python sources
 of that version have the name, with the same arguments. Unless a comment says otherwise: 2.13.0 run, 2.11 and 2.8 read.
-Where a name may be missing, the function here says what it returns then. `torch._foreach_...` are no such names:
-torch's documentation lists them ("Foreach Operations").
+If a name may be missing, the docstring states the result for that case. `torch._foreach_...` are not listed here:
+torch documents them ("Foreach Operations").
 """
 
 from __future__ import annotations
@@ -25,74 +25,74 @@ from torch.utils.data import dataloader
 from torch.utils.data._utils import collate, fetch
 from torch.utils.data._utils import worker as worker_loop
 
-# Modules. The dicts are what `register_buffer` and its like fill; they hold None too, and can be assigned to.
+# Modules. These dicts are filled by `register_buffer` and similar methods; values may be None and can be assigned.
 
 parameter_dict: Callable[[nn.Module], dict[str, Any]] = attrgetter("_parameters")
 buffer_dict: Callable[[nn.Module], dict[str, Any]] = attrgetter("_buffers")
 child_dict: Callable[[nn.Module], dict[str, Any]] = attrgetter("_modules")
 BatchNorm = batchnorm._BatchNorm
-"""BatchNorm of all dimensions, SyncBatchNorm and the lazy ones."""
+"""Base of BatchNorm1d to 3d, SyncBatchNorm and their lazy forms."""
 NormWithStatistics = batchnorm._NormBase
-"""BatchNorm and InstanceNorm."""
+"""Base of BatchNorm and InstanceNorm."""
 
 
 def has_forward_hooks(module: nn.Module) -> bool:
-    """Whether a forward of the module calls hooks."""
+    """Return whether the module has forward hooks."""
     return bool(module._forward_hooks or module._forward_pre_hooks)
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether `module.compile()` or `torch.compile(module)` has compiled its call."""
+    """Return whether `module.compile()` or `torch.compile(module)` has compiled the module."""
     return module._compiled_call_impl is not None or type(module).__name__ == "OptimizedModule"
 
 
 def set_compiled_call(module: nn.Module, call: Callable[..., Any] | None) -> None:
-    """Have `module(...)` run `call`, as `module.compile()` does; None for the plain call."""
+    """Make `module(...)` run `call`, as `module.compile()` does; None restores the plain call."""
     module._compiled_call_impl = call
 
 
 def plain_call(module: nn.Module) -> Callable[..., Any]:
-    """The call of a module with its hooks, never compiled."""
+    """Return the uncompiled call of a module, with its hooks."""
     call: Callable[..., Any] = module._call_impl
     return call
 
 
 def uncompiled(module: nn.Module) -> nn.Module:
-    """The module inside the result of `torch.compile(module)`; any other module itself."""
+    """Return the original module of `torch.compile(module)`; any other module unchanged."""
     return cast(nn.Module, module._orig_mod) if type(module).__name__ == "OptimizedModule" else module
 
 
 def versions_of(state: Any) -> Any:
-    """The versions of modules that `Module.state_dict` notes beside the tensors; None for another dict."""
+    """Return the module versions that `Module.state_dict` attaches to its dict; None for any other dict."""
     return getattr(state, "_metadata", None)
 
 
 def set_versions(state: Any, versions: Any) -> None:
-    """Note the versions of modules beside the tensors of a state dict, as `Module.load_state_dict` reads them."""
+    """Attach module versions to a state dict, for `Module.load_state_dict`."""
     state._metadata = versions
 
 
 # Tensors and their storage.
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
-"""How often a tensor was changed in place; writes through `.data` are not counted. An inference tensor has none."""
+"""The number of in-place changes of a tensor, without writes through `.data`. Inference tensors have none."""
 storage_id: Callable[[Any], int] = attrgetter("_cdata")
-"""The identity of an untyped storage: that of its object in C++, for which there may be several objects in Python."""
+"""The identity of an untyped storage: the address of its C++ object, which several Python objects may share."""
 
 
 def storage_uses(storage: Any) -> int | None:
-    """The references to a storage, by views and by tensors saved for backward too; None where torch has no count.
+    """Return the number of references to a storage, including views and tensors saved for backward; None if unknown.
 
-    2.13.0 run; other versions not read: the name is one of C++.
+    2.13.0 run; other versions not read, since the name is defined in C++.
     """
     count = getattr(torch._C, "_storage_Use_Count", None)
     return None if count is None else int(count(storage._cdata))
 
 
 def versions_preserved(tensors: Iterable[Tensor]) -> AbstractContextManager[None]:
-    """Restore the current version counters of tensors at the end of the block, so that backward accepts the tensors.
+    """Restore the version counters of tensors at the end of the block, so that backward accepts the tensors.
 
-    For tensors that are changed inside and restored bit for bit: a step under way may have saved them for its backward.
+    For tensors that are changed inside and restored bit for bit: a current step may have saved them for backward.
     """
     versioned = tuple(tensor for tensor in tensors if not tensor.is_inference())
     preserved: AbstractContextManager[None] = torch.autograd.grad_mode._unsafe_preserve_version_counter(versioned)
@@ -100,20 +100,20 @@ def versions_preserved(tensors: Iterable[Tensor]) -> AbstractContextManager[None
 
 
 def sparse_parts(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices and values of a sparse tensor that may not be coalesced."""
+    """Return indices and values of a sparse tensor, which need not be coalesced."""
     return tensor._indices(), tensor._values()
 
 
 def nll_total_weight(loss: Tensor) -> Tensor | None:
-    """The total weight by which torch's NLL divided, from the graph of the loss; None for any other loss.
+    """Return the total weight by which torch's NLL loss has divided, from its graph; None for any other loss.
 
-    2.13.0 run; other versions not read: the names come from a file that generates C++.
+    2.13.0 run; other versions not read, since the names are defined in generated C++.
     """
     node: Any = loss.grad_fn
     return node._saved_total_weight if type(node).__name__ in {"NllLossBackward0", "NllLoss2DBackward0"} else None
 
 
-# Kernels, with the arguments by which torch's own optimizers and GradScaler call them. 2.13.0 run.
+# Kernels, called with the same arguments as by torch's optimizers and GradScaler. 2.13.0 run.
 
 check_and_unscale = torch._amp_foreach_non_finite_check_and_unscale_
 update_scale = torch._amp_update_scale_
@@ -124,13 +124,13 @@ fused_adagrad = torch._fused_adagrad_
 
 
 def devices_with_fused_kernels() -> list[str]:
-    """The types of devices for which torch's optimizers take `fused=True`; none where torch does not say."""
+    """Return the device types for which torch's optimizers support `fused=True`; empty if torch has no such list."""
     listed = getattr(_foreach_utils, "_get_fused_kernels_supported_devices", None)
     return [] if listed is None else list(listed())
 
 
 def all_reduce(value: Tensor, how: str, group_name: str) -> Tensor:
-    """The "sum" or "max" over the processes of a group, by the collectives that DTensor uses, without its overhead."""
+    """Return the "sum" or "max" over the ranks of a group, by the collectives of DTensor without its overhead."""
     collectives = torch.ops._c10d_functional
     reduced: Tensor = collectives.wait_tensor(collectives.all_reduce(value, how, group_name))
     return reduced
@@ -140,12 +140,12 @@ def all_reduce(value: Tensor, how: str, group_name: str) -> Tensor:
 
 
 def global_step_hooks() -> tuple[dict[int, Any], dict[int, Any]]:
-    """The hooks before and after `step` of all optimizers."""
+    """Return the global pre-hooks and post-hooks of `Optimizer.step`."""
     return torch_optimizer._global_optimizer_pre_hooks, torch_optimizer._global_optimizer_post_hooks
 
 
 def is_wrapped_by_scheduler(step: Any) -> bool:
-    """Whether a `step` is the wrapper that a scheduler of torch leaves on its optimizer, for good."""
+    """Return whether a `step` is the wrapper that a torch scheduler puts on its optimizer permanently."""
     return hasattr(step, "_wrapped_by_lr_sched")
 
 
@@ -171,31 +171,31 @@ def _no_epoch_warning() -> Iterator[None]:
 # The profiler, modes and the compiler.
 
 TorchDispatchMode = _python_dispatch.TorchDispatchMode
-"""A mode that intercepts every operation below autograd."""
+"""Base class of modes that intercept every operation below autograd."""
 profiler_enabled: Callable[[], bool] = torch.autograd._profiler_enabled  # type: ignore[attr-defined]
-"""Whether a profiler of torch runs."""
+"""Returns whether torch's profiler is active."""
 
 
 def function_mode() -> Any:
-    """The innermost `TorchFunctionMode`, or None."""
+    """Return the innermost `TorchFunctionMode`, or None."""
     return torch.overrides._get_current_function_mode()
 
 
 def function_mode_popped() -> AbstractContextManager[Any]:
-    """Leave the innermost `TorchFunctionMode` inside."""
+    """Disable the innermost `TorchFunctionMode` inside the block."""
     popped: AbstractContextManager[Any] = torch.overrides._pop_mode_temporarily()
     return popped
 
 
 def dynamo_config() -> Any:
-    """The settings of `torch.compile`; loads the compiler."""
+    """Return the settings of `torch.compile`. Imports the compiler."""
     import torch._dynamo as dynamo
 
     return dynamo.config
 
 
 def compiled_target(forward: Callable[..., Any], call: Callable[..., Any]) -> Callable[..., Any]:
-    """The function to compile for a module: torch compiles no frame of its own files, and must inline those."""
+    """Return the function to compile for a module. Torch skips frames of its own files, unless they are inlined."""
     from torch._dynamo import external_utils, trace_rules
 
     target: Callable[..., Any] = external_utils.wrap_inline(call) if trace_rules.check(forward) else call
@@ -203,91 +203,91 @@ def compiled_target(forward: Callable[..., Any], call: Callable[..., Any]) -> Ca
 
 
 def dynamo_errors() -> tuple[type[Exception], type[Exception]]:
-    """The classes of an error of user code in tracing, and of any other error of the compiler."""
+    """Return two exception classes: for errors of user code during tracing, and for all errors of the compiler."""
     from torch._dynamo import exc
 
     return exc.TorchRuntimeError, exc.TorchDynamoException
 
 
 def dynamo_utils() -> Any:
-    """The module with `counters` and `get_compilation_metrics`."""
+    """Return the module with `counters` and `get_compilation_metrics`."""
     from torch._dynamo import utils
 
     return utils
 
 
-# DataLoader: its iterators and its worker loop. 2.13.0 run; 2.11 run in place of 2.13's `utils/data`; 2.8 read.
+# DataLoader: iterators and worker loop. 2.13.0 run; 2.13.0 with the `utils/data` of 2.11 run; 2.8 read.
 
 LoaderWorkers: Any = dataloader._MultiProcessingDataLoaderIter
-"""The iterator over worker processes. data/dataloader/workers.py overrides `_reset`, `_next_index`, `_process_data`,
+"""The iterator over worker processes. `data/dataloader/workers.py` overrides `_reset`, `_next_index`, `_process_data`,
 `_try_get_data` and `_shutdown_workers`, replaces `_base_seed` and `_worker_queue_idx_cycle` by properties, sets
 `_index_sampler`, and reads `_workers`, `_task_info`, `_send_idx`, `_rcvd_idx` and `_timeout`."""
 ExceptionWrapper = torch_utils.ExceptionWrapper
-"""An exception of a worker on its way to the main process."""
+"""An exception that a worker sends to the main process."""
 collate_tensor_fn = collate.collate_tensor_fn
 default_collate_fn_map = collate.default_collate_fn_map
 ResumeIteration: Any = worker_loop._ResumeIteration
-"""A worker's answer that it begins its next pass."""
+"""The message of a worker at the start of its next pass."""
 EndOfIterable: Any = worker_loop._IterableDatasetStopIteration
-"""A worker's message that its pass over an iterable data set has ended."""
+"""The message of a worker at the end of its pass over an iterable data set."""
 error_if_any_worker_fails: Callable[[], None] = torch._C._error_if_any_worker_fails
 
 
 def replace_worker_messages(resume: type, end: type) -> None:
-    """In a worker process: have torch's loop make these classes in place of `ResumeIteration` and `EndOfIterable`."""
+    """Make torch's worker loop send these classes instead of `ResumeIteration` and `EndOfIterable`; in a worker."""
     loop: Any = worker_loop
     loop._ResumeIteration, loop._IterableDatasetStopIteration = resume, end
 
 
 def forget_workers(iterator: Any) -> None:
-    """Stop torch from watching the workers of an iterator; a second call is a no-op."""
+    """Stop torch's monitoring of the workers of an iterator; a second call is a no-op."""
     if is_started(iterator):
         torch._C._remove_worker_pids(id(iterator))
         iterator._worker_pids_set = False
 
 
 def is_started(iterator: Any) -> bool:
-    """Whether the workers of an iterator were started: an error in its constructor may have prevented it."""
+    """Return whether the workers of an iterator were started; False after an error in its constructor."""
     return bool(getattr(iterator, "_worker_pids_set", False))
 
 
 def index_queues(iterator: Any) -> list[Any]:
-    """The queues by which workers are asked for batches; none where the constructor of the iterator has failed."""
+    """Return the index queues of the workers; empty after an error in the constructor of the iterator."""
     return list(getattr(iterator, "_index_queues", ()))
 
 
 def is_shut_down(iterator: Any, *, default: bool) -> bool:
-    """Whether the workers of an iterator were shut down; `default` where its constructor has failed."""
+    """Return whether the workers of an iterator were shut down; `default` after an error in its constructor."""
     return bool(getattr(iterator, "_shutdown", default))
 
 
 def iterator_of(loader: Any) -> Iterator[Any]:
-    """A new iterator over a loader, in place of the one that persistent workers share."""
+    """Return a new iterator over a loader, not the shared one of persistent workers."""
     made: Iterator[Any] = loader._get_iterator()
     return made
 
 
 LOADER_HOOKS = ("_get_iterator", "_index_sampler")
-"""Members of `DataLoader` by which `__iter__` makes its iterator; a subclass that overrides one has its own way."""
+"""Members of `DataLoader` that `__iter__` uses to make its iterator; a subclass may override them."""
 
 
 def persistent_iterator(loader: Any) -> Any:
-    """The iterator that the persistent workers of a loader share; None before the first pass."""
+    """Return the iterator of a loader with persistent workers; None before the first pass."""
     return vars(loader).get("_iterator")
 
 
 def set_persistent_iterator(loader: Any, iterator: Any) -> None:
-    """Have a loader continue with the workers of another iterator; None: it starts new ones."""
+    """Set the iterator whose persistent workers a loader uses next; None: it starts new workers."""
     vars(loader)["_iterator"] = iterator
 
 
 def is_under_way(iterator: Any) -> bool:
-    """Whether worker processes still read batches for an iterator; False for None."""
+    """Return whether workers still read batches for an iterator; False for None."""
     return bool(getattr(iterator, "_tasks_outstanding", 0))
 
 
 def host_fetcher(iterator: Any) -> Any:
-    """The fetcher of a map-style data set in this process, without pinning; None for any other iterator."""
+    """Return the fetcher of a map-style data set in this process, without pinning; None for any other iterator."""
     if type(iterator) is not dataloader._SingleProcessDataLoaderIter or iterator._pin_memory:
         return None
     fetcher: Any = iterator._dataset_fetcher
@@ -298,41 +298,41 @@ index_sampler_of: Callable[[Any], Any] = attrgetter("_index_sampler")
 sampler_iterator_of: Callable[[Any], Iterator[Any]] = attrgetter("_sampler_iter")
 
 
-# Several processes.
+# Process groups and DDP.
 
 
 def default_store(distributed: Any) -> Any:
-    """The key-value store of the default process group, given the module `torch.distributed`."""
+    """Return the key-value store of the default process group; `distributed`: the module `torch.distributed`."""
     return distributed.distributed_c10d._get_default_store()
 
 
 def check_reducer_finalized(ddp: Any) -> None:
-    """Raise RuntimeError where gradients of a DDP module still wait for those of an unused parameter."""
+    """Raise RuntimeError if a bucket of a DDP module still waits for the gradient of an unused parameter."""
     ddp._check_reducer_finalized()
 
 
-# FSDP2. 2.13.0 run with gloo; 2.12 brought several groups for each module, 2.13 `reset_iter_state`.
+# FSDP2. 2.13.0 run with gloo. 2.12 added several groups per module, 2.13 `reset_iter_state`.
 
 
 def fsdp_groups(module: Any) -> list[Any]:
-    """The parameters of one sharded module that are gathered together: none where it has no parameter."""
+    """Return the parameter groups of one sharded module, each gathered as one; empty without parameters."""
     state = module._get_fsdp_state()
     groups: list[Any] | None = getattr(state, "_fsdp_param_groups", None)
     return [group for group in ([state._fsdp_param_group] if groups is None else groups) if group is not None]
 
 
 def fsdp_initialize(root: Any) -> None:
-    """Make a module the root of its sharded blocks now: a block that is called first would become the root."""
+    """Make a module the FSDP root of its blocks now: otherwise the first module to be called becomes the root."""
     root._get_fsdp_state()._lazy_init()
 
 
 def fsdp_update_dtypes(group: Any) -> None:
-    """Update the dtypes of a group after a change of the parameters that require a gradient."""
+    """Update the dtypes of a group after parameters were frozen or unfrozen."""
     group._init_mp_dtypes()
 
 
 def fsdp_drop_unsharded_gradients(groups: Iterable[Any]) -> None:
-    """Drop gradients that were not reduced yet."""
+    """Drop gradients that are not reduced yet."""
     for group in groups:
         for parameter in group.fsdp_params:
             parameter.unsharded_accumulated_grad = None
@@ -341,7 +341,7 @@ def fsdp_drop_unsharded_gradients(groups: Iterable[Any]) -> None:
 
 
 def fsdp_reset(root: Any, modules: Iterable[Any], groups: Iterable[Any]) -> None:
-    """Reset the state that an interrupted window has left, as `reset_iter_state` of torch 2.13 does."""
+    """Reset the state of an interrupted window, as `reset_iter_state` of torch 2.13 does."""
     if hasattr(root, "reset_iter_state"):
         root.reset_iter_state()
         return

@@ -1,4 +1,4 @@
-"""Nested values and module trees: copy them, rebuild their containers, list the tensors and parameters inside."""
+"""Functions on nested values and modules: copy, map, rebuild containers, list the tensors and parameters inside."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ Keys = tuple[Any, ...]
 
 
 def path_text(keys: Keys) -> str:
-    """Return a path into a tree as it is written in Python: `state['queue'][3]`."""
+    """Return a path into a tree as Python code: `state['queue'][3]`."""
     first, *rest = keys or ("tree",)
     name = first if isinstance(first, str) and first.isidentifier() else f"tree[{first!r}]"
     return name + "".join(f"[{key!r}]" for key in rest)
 
 
 def sequence_like(like: Any, items: Iterable[Any]) -> Any:
-    """Return a tuple, named tuple or list of the same class, with these items."""
+    """Return a tuple, named tuple or list of the class of `like` with these items."""
     kind: Any = type(like)
     return kind(*items) if hasattr(like, "_fields") else kind(items)
 
 
 def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
-    """Return a mapping of the same class, with these items; a dict if the class cannot be written to."""
+    """Return a mapping of the class of `like` with these items; a dict if the class is read-only."""
     if type(like) is dict:
         return items
     try:
-        made: Any = copy.copy(like)  # the class may have another constructor
+        made: Any = copy.copy(like)  # not by the constructor, whose arguments are unknown
         for key, value in items.items():
             made[key] = value
     except TypeError:  # a read-only mapping
@@ -46,10 +46,10 @@ def mapping_like(like: Mapping[Any, Any], items: dict[Any, Any]) -> Any:
 
 
 def copy_tree(tree: Any, *at: Any, into: Any = None) -> Any:
-    """Copy dicts, lists and tuples with their tensors (detached); other objects by `deepcopy`.
+    """Return a copy of dicts, lists and tuples with their tensors (detached); other objects are copied by `deepcopy`.
 
-    `at`: the path to the tree, for errors. `into`: an earlier copy that is no longer needed, whose storage is reused
-    for tensors of the same form. SettingError for objects that cannot be copied, such as a lock.
+    `at`: the path to the tree, for errors. `into`: an earlier copy that is no longer needed; its storage is reused for
+    tensors of the same shape, dtype, device and layout. SettingError for objects that cannot be copied, such as a lock.
     """
     if isinstance(tree, Tensor):
         return into.copy_(tree.detach()) if _is_alike(tree, into) else tree.detach().clone()
@@ -88,9 +88,9 @@ def map_tree(
 ) -> Any:
     """Return a nested value with `each` applied to its leaves.
 
-    Mappings, lists, tuples and dataclasses keep their types; anything else is a leaf, and so are containers for which
-    `is_leaf` returns True. `others` are values of the same form: both functions then get the values at one place of
-    all of them.
+    Mappings, lists, tuples and dataclasses keep their types. All other values are leaves, as are containers for which
+    `is_leaf` returns True. `others`: nested values of the same structure; both functions then get the corresponding
+    values of all of them.
     """
     if isinstance(value, Tensor) or is_leaf(value, *others):
         return each(value, *others)
@@ -113,7 +113,7 @@ def map_tree(
 def leaves_of(
     value: Any, at: str = "", *, is_leaf: Callable[[Any], bool] = lambda _: False
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the place and the value of each leaf that `map_tree` visits, in its order, places as Python expressions."""
+    """Yield path and value of each leaf, in the order of `map_tree`; paths are Python expressions that extend `at`."""
     if isinstance(value, Tensor) or is_leaf(value):
         yield at, value
     elif isinstance(value, Mapping):
@@ -134,12 +134,12 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors of a nested value, depth first: of mappings, lists, tuples and dataclasses."""
+    """Yield the tensors in nested mappings, lists, tuples and dataclasses, depth first."""
     return (leaf for _, leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def detached(value: Any) -> Any:
-    """Return a nested value without its autograd graph; the value itself where no tensor in it requires a gradient."""
+    """Return a nested value detached from autograd; the value itself if no tensor in it requires a gradient."""
     if isinstance(value, Tensor):
         return value.detach() if value.requires_grad else value
     return map_tree(_detached, value) if any(tensor.requires_grad for tensor in tensors_in(value)) else value
@@ -150,7 +150,7 @@ def _detached(leaf: Any) -> Any:
 
 
 def inside(root: nn.Module) -> list[nn.Module]:
-    """Return the modules of `root.modules()`, in the same order, in a quarter of the time."""
+    """Return the list of `root.modules()`, in a quarter of the time."""
     found: dict[nn.Module, None] = {}
     left = [root]
     while left:
@@ -164,13 +164,13 @@ def inside(root: nn.Module) -> list[nn.Module]:
 
 
 def parameters_of(root: nn.Module) -> list[nn.Parameter]:
-    """Return the parameters of `root.parameters()`, in its order."""
+    """Return the list of `root.parameters()`."""
     every = (p for module in inside(root) for p in parameter_dict(module).values() if p is not None)
     return list({id(p): p for p in every}.values())
 
 
 def parameters_in(*optimizers: Optimizer) -> list[Tensor]:
-    """Return the parameters of all groups of optimizers, in order; a shared one is repeated."""
+    """Return the parameters of all groups of optimizers in order; shared parameters are repeated."""
     return [p for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
 
 
@@ -180,17 +180,20 @@ def shapes_of(output: Tensor, target: Tensor) -> str:
 
 
 class NamedParts:
-    """Several parts of a checkpoint as one, by name."""
+    """Combines several named parts of a checkpoint into one."""
 
     def __init__(self, parts: Mapping[str, Any]) -> None:
         self.parts = parts
 
     def state_dict(self) -> Tree:
-        """Return the state of each part by name."""
+        """Return the state of each part, by name."""
         return {name: part.state_dict() for name, part in self.parts.items()}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Load the state of each part; return their sentences by name. ValueError where the names are others."""
+        """Load the state of each part; return the texts that parts return, with their names, as one line or None.
+
+        ValueError if the names differ.
+        """
         if set(tree) != set(self.parts):
             raise ValueError(f"the checkpoint has {sorted(tree)}, this Trainer {sorted(self.parts)}")
         news = [(name, part.load_state_dict(tree[name])) for name, part in self.parts.items()]

@@ -1,4 +1,4 @@
-"""One metric of a pass, by kind: a function of (output, target), or `over_all` for a function of all rows."""
+"""The accumulator of one metric of a pass: base class, functions of (output, target), and `over_all` functions."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from trainwright.metrics.totals import Total, form_of
 
 
 class PassMetric:
-    """One metric of a pass: updated batch by batch, read at the end, saved, and merged over the ranks."""
+    """Base class of accumulators: updated batch by batch, read at the end, saved, and merged over the ranks."""
 
     device: torch.device | None = None
-    """The device of the outputs that an object has read; None before, and for the other kinds."""
+    """The device of the outputs that a metric object has read; None before, and for other kinds."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Add one batch of `rows` rows, of detached tensors."""
+        """Add one batch of `rows` rows of detached tensors."""
         raise NotImplementedError
 
     def totals(self) -> dict[str, Total]:
-        """Return the numbers of the pass by full name; called where there were rows."""
+        """Return the numbers of the pass by full name. Called only if there were rows."""
         raise NotImplementedError
 
     def reset(self) -> None:
-        """Start again without rows."""
+        """Reset to the state without rows."""
         raise NotImplementedError
 
     def merge(self, state: Any) -> None:
@@ -46,35 +46,35 @@ class PassMetric:
         raise NotImplementedError
 
     def state_dict(self, *, has_rows: bool) -> Any:
-        """Return copies of the sums; `has_rows`: whether there were any."""
+        """Return a copy of the state; `has_rows`: whether there were rows."""
         raise NotImplementedError
 
     def load_state_dict(self, state: Any) -> None:
-        """Load saved sums."""
+        """Load a saved state."""
         raise NotImplementedError
 
     def check_mergeable(self) -> None:
-        """Refuse a state that cannot be merged over the ranks; only that of an object can be such."""
+        """Raise SettingError if the state cannot be merged over ranks. No-op except for metric objects."""
 
     def full_name(self, key: str) -> str:
-        """Return the name of a number: that of the metric, with the key where the metric returns a dict."""
+        """Return the name of a number: that of the metric, followed by the key if the metric returns a dict."""
         return f"{self.name}_{key}" if key else self.name
 
 
 class FunctionMetric(PassMetric):
-    """A function of (output, target), whose results are averaged by their counts."""
+    """A function of (output, target); its results are averaged, weighted by their counts."""
 
     def __init__(
         self, name: str, function: MetricFunction, *, names: Mapping[str, Any], checked: set[str], spread: bool
     ) -> None:
-        """`names`: those of all metrics. `checked`: the functions whose first result was checked for a count."""
+        """Initialize. `names`: all metrics by name. `checked`: the metrics whose first result was already checked."""
         super().__init__(name)
         self._function, self._names, self._checked, self._spread = function, names, checked, spread
         self._totals: dict[str, Total] = {}
-        """By the key of the dict that the function returns, or by "" where it returns one number."""
+        """By the keys of the dict that the function returns, or by "" for one number."""
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Call the function, and add its result."""
+        """Call the function and add its result."""
         result = self._function(output, target)
         results = result if isinstance(result, dict) else {"": result}
         if results.keys() != self._totals.keys():
@@ -91,7 +91,7 @@ class FunctionMetric(PassMetric):
         return {self.full_name(key): total for key, total in self._totals.items()}
 
     def reset(self) -> None:
-        """Start again without rows, in the same memory."""
+        """Reset to the state without rows, in the same memory."""
         for total in self._totals.values():
             total.reset()
 
@@ -117,7 +117,7 @@ class FunctionMetric(PassMetric):
         return Total(f"{label}, key {key!r}," if key else label, spread=self._spread)
 
     def _check_keys(self, results: Mapping[Any, Any]) -> None:
-        """Refuse a dict of numbers whose keys are no names, taken ones, or others than those of the batches before."""
+        """Raise SettingError for keys that are no strings, collide with names, or differ from earlier batches."""
         if self._totals:
             raise SettingError(
                 f"metric {self.name!r} returned {_keys(results)}",
@@ -133,16 +133,16 @@ class FunctionMetric(PassMetric):
 
 
 class AllRows(PassMetric):
-    """The rows of a pass for one `over_all` function, as copies on the host, batch by batch of each rank."""
+    """The rows of a pass for one `over_all` function: copies on the host, by rank and batch."""
 
     def __init__(self, name: str, function: MetricFunction, *, complete: bool) -> None:
-        """`complete=False` is for a pass that ends before the data: the function is not called, the number is NaN."""
+        """Initialize. `complete`: whether the pass covers all data; otherwise the result is NaN, without a call."""
         super().__init__(name)
         self._function, self._complete = function, complete
         self.reset()
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Copy the rows of one batch: the loader may write the next batch into the same memory."""
+        """Copy the rows of one batch; a copy, since the loader may reuse the memory for the next batch."""
         if not (isinstance(output, Tensor) and isinstance(target, Tensor) and output.dim() and target.dim()):
             raise SettingError(
                 f"metric {self.name!r}: over_all joins the rows of all batches",
@@ -162,11 +162,11 @@ class AllRows(PassMetric):
         self._own.append((output.to("cpu", copy=True), target.to("cpu", copy=True)))
 
     def totals(self) -> dict[str, Total]:
-        """Return the result of the function as totals by full name; NaN for a pass that is not complete."""
+        """Return the result of the function as totals by full name; NaN for an incomplete pass."""
         return totals_of(self, self.compute() if self._complete else math.nan)
 
     def compute(self) -> Any:
-        """Call the function with all rows, in the order of the data."""
+        """Return the result of the function for all rows, in the order of the data."""
         batches = [pair for each in zip_longest(*self._ranks) for pair in each if pair is not None]
         outputs, targets = (torch.cat([pair[place] for pair in batches]) for place in (0, 1))
         try:
@@ -181,7 +181,7 @@ class AllRows(PassMetric):
         self._ranks = [self._own]
 
     def merge(self, state: list[tuple[Tensor, Tensor]]) -> None:
-        """Add the rows of the next rank, which has run its slice of each batch."""
+        """Add the rows of the next rank: its slice of each batch."""
         self._ranks.append(state)
 
     def state_dict(self, *, has_rows: bool) -> list[tuple[Tensor, Tensor]]:
@@ -209,9 +209,9 @@ def totals_of(metric: PassMetric, result: Any) -> dict[str, Total]:
 
 
 def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any) -> None:
-    """Warn of a metric that returns a count for a batch: a whole number above 1 that adds up over its rows.
+    """Warn if a metric returns a count of a batch: an integer above 1 that is additive over its rows.
 
-    A mean, such as a perplexity or an absolute error, may be a whole number too; it does not add up.
+    A mean, such as a perplexity or an absolute error, may be an integer too, but is not additive.
     """
     value = _whole_number(result)
     if value is None or not all(isinstance(tensor, Tensor) and tensor.ndim and len(tensor) > 1 for tensor in given):
@@ -223,9 +223,9 @@ def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any
     try:
         with rng_preserved():
             parts = [[float(function(*(tensor[part] for tensor in given))) for part in split] for split in splits]
-    except Exception:  # a metric of the user's own may ask for a complete batch: that is no mistake
+    except Exception:  # a custom metric may require a complete batch, which is no mistake
         return
-    # Both parts count something in one split at least: a maximum would add up where the other part is 0.
+    # In one split, both parts must be above 0: a maximum would look additive if the other part were 0.
     if all(sum(pair) == value for pair in parts) and any(min(pair) > 0 for pair in parts):
         warn(
             message(
@@ -239,7 +239,7 @@ def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any
 
 
 def _whole_number(result: Any) -> float | None:
-    """Return a result of one number that is whole and above 1, read back; None for any other."""
+    """Return a result if it is one integer above 1, read from the device; None for any other result."""
     if isinstance(result, Tensor):
         if result.numel() != 1 or result.dtype is torch.bool or result.is_meta or result.is_complex():
             return None

@@ -21,7 +21,7 @@ _NO_NUMBERS: Mapping[str, float] = {}
 
 
 def check_metrics(metrics: Mapping[str, Any]) -> None:
-    """Refuse names of the run, and objects that are no metric: SettingError."""
+    """Raise SettingError for reserved names, and for objects that are no metrics."""
     for name, metric in metrics.items():
         check_name(name)
         if isinstance(metric, type):
@@ -45,9 +45,9 @@ def check_metrics(metrics: Mapping[str, Any]) -> None:
 class MetricSet:
     """The metrics of one pass: a list of accumulators, and `Derived` numbers of their results.
 
-    Sums stay on the device of the outputs; only `compute` and `errors` read them. Objects with `update`, `compute` and
-    `reset` are copied: each set has its own. `over_all` functions are left out with `training=True`. With
-    `spread=True` squares are summed too, for `errors`.
+    Sums stay on the device of the outputs; only `compute` and `errors` read them. Each set has its own copies of metric
+    objects. With `training=True`, `over_all` functions are left out. With `spread=True`, squares are summed too, for
+    `errors`.
     """
 
     def __init__(
@@ -59,17 +59,17 @@ class MetricSet:
         spread: bool = False,
         checked: set[str] | None = None,
     ) -> None:
-        """Make an accumulator of each metric, as `check_metrics` allows them.
+        """Make an accumulator for each metric, which `check_metrics` must accept.
 
-        `complete=False` is for a pass that ends before the data do: `over_all` functions are not called and give NaN.
-        `checked`: the functions whose first result was checked for a count already.
+        `complete`: whether the pass covers all data; otherwise `over_all` functions are not called and give NaN.
+        `checked`: the functions whose first result was already checked for a count.
         """
         self._rows = 0
         self._metrics: list[PassMetric] = []
         self._derived: dict[str, Derived] = {}
         self._left_out = {name for name, metric in metrics.items() if training and isinstance(metric, OverAll)}
         self.names = tuple(name for name in metrics if name not in self._left_out)
-        """The names, as given."""
+        """The names of the metrics, without those left out."""
         checked = set(metrics) if checked is None else checked
         for name, metric in metrics.items():
             if isinstance(metric, Derived):
@@ -77,7 +77,7 @@ class MetricSet:
             elif isinstance(metric, OverAll):
                 self._metrics += [] if training else [AllRows(name, metric.fn, complete=complete)]
             elif _is_object(metric):
-                from trainwright.metrics.objects import ObjectMetric  # only where there is one
+                from trainwright.metrics.objects import ObjectMetric  # imported only if used
 
                 self._metrics.append(ObjectMetric(name, metric))
             else:
@@ -87,24 +87,24 @@ class MetricSet:
 
     @property
     def can_compute(self) -> bool:
-        """Whether there is something to compute: rows since the last `reset`, or no metric that reads rows."""
+        """Whether results exist: there were rows since the last `reset`, or no metric reads rows."""
         return self._rows > 0 or not self.reads_output
 
     @property
     def device(self) -> torch.device | None:
-        """The device of the outputs that objects have read; None before."""
+        """The device of the outputs that metric objects have read; None before."""
         return next((metric.device for metric in self._metrics if metric.device is not None), None)
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Add one batch of `rows` rows; nothing is read from a device, and a batch without rows is a no-op.
+        """Add one batch of `rows` rows, without a read from the device; no-op for 0 rows.
 
-        Metrics get detached tensors: an object that stores them would else hold the graph of every batch.
+        Metrics get detached tensors: otherwise an object that stores them would keep the graph of every batch.
         """
         if not rows or not self.reads_output:
             return
         if output is None or target is None:
             raise self.missing_output(f"the step gave no {'output' if output is None else 'target'}")
-        if torch.is_grad_enabled():  # in training alone: the check costs less than the context
+        if torch.is_grad_enabled():  # in training only: this check is cheaper than the context
             with torch.no_grad():
                 self.update(output, target, rows)
             return
@@ -117,17 +117,17 @@ class MetricSet:
     def missing_output(
         self, why: str, *, fix: str = "return StepOutput(loss, output, target) from the step"
     ) -> SettingError:
-        """Build the error for metrics that read outputs and targets, and get none."""
+        """Return the error for metrics that read outputs and targets but do not get them."""
         several, names = len(self.names) > 1, ", ".join(map(repr, self.names))
         what = f"metrics {names} are never fed: {why}" if several else f"metric {names} is never fed: {why}"
         want = f"the output and target that the metric{'s read' if several else ' reads'}"
         return SettingError(what, want=want, fix=fix, where=False)
 
     def compute(self, prefix: str = "", numbers: Mapping[str, float] = _NO_NUMBERS) -> dict[str, float]:
-        """Return every metric as `prefix` + name, with one read from the device; derived numbers come last.
+        """Return the value of every metric by `prefix` + name, with one read from the device; derived numbers last.
 
-        A metric that returns a dict gives `name_key` for each of its keys. `numbers` are the other numbers of the
-        pass, by name without prefix; only `Derived` reads them.
+        A metric that returns a dict gives `name_key` for each key. `numbers`: the other numbers of the pass, by name
+        without prefix, for `Derived`.
         """
         readings = read_totals(self._totals())
         if taken := readings.keys() & numbers.keys():
@@ -138,7 +138,7 @@ class MetricSet:
         return {prefix + name: value for name, value in values.items()}
 
     def errors(self, prefix: str = "") -> dict[str, float]:
-        """Return the standard error of each metric that gave one value per row; empty without `spread`."""
+        """Return the standard error of each metric with one value per row; empty without `spread`."""
         totals: dict[str, Total] = {}
         for metric in self._metrics:
             if type(metric) is FunctionMetric:
@@ -147,13 +147,13 @@ class MetricSet:
         return {prefix + name: reading.error for name, reading in readings.items() if reading.error is not None}
 
     def reset(self) -> None:
-        """Start again without rows."""
+        """Reset to the state without rows."""
         self._rows = 0
         for metric in self._metrics:
             metric.reset()
 
     def check_mergeable(self) -> None:
-        """Refuse an object whose state cannot be merged over the ranks: SettingError, before any row is added."""
+        """Raise SettingError, before any row is added, for an object whose state cannot be merged over ranks."""
         for metric in self._metrics:
             metric.check_mergeable()
 
@@ -166,13 +166,13 @@ class MetricSet:
             metric.merge(state["metrics"][metric.name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the sums; of an object without a `state_dict` its attributes."""
+        """Return the states of all metrics; for an object without a `state_dict`, its attributes."""
         has_rows = self._rows > 0
         states = {metric.name: metric.state_dict(has_rows=has_rows) for metric in self._metrics}
         return {"rows": self._rows, "metrics": states}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Load saved sums of the same metrics."""
+        """Load saved states of the same metrics; CheckpointError if the names differ."""
         saved, names = tree["metrics"], {metric.name for metric in self._metrics}
         if saved.keys() != names:
             raise CheckpointError(
@@ -185,7 +185,7 @@ class MetricSet:
             metric.load_state_dict(saved[metric.name])
 
     def _totals(self) -> dict[str, Total]:
-        """Return the numbers of all metrics by full name; without rows each is NaN."""
+        """Return the numbers of all metrics by full name; all NaN without rows."""
         totals: dict[str, Total] = {}
         for metric in self._metrics:
             totals |= metric.totals() if self._rows else {metric.name: Total()}
@@ -193,11 +193,11 @@ class MetricSet:
 
 
 class _LeftOutOfTrainingError(Exception):
-    """A derived number of training asks for one that counts in evaluation only."""
+    """Raised if a derived number needs one that is computed in evaluations only."""
 
 
 class _Numbers(dict[str, float]):
-    """Numbers by name, with help for an unknown name."""
+    """Numbers by name; an unknown name raises SettingError with a suggestion."""
 
     def __init__(self, numbers: Mapping[str, float], left_out: set[str]) -> None:
         super().__init__(numbers)
@@ -212,7 +212,7 @@ class _Numbers(dict[str, float]):
 
 
 def _derive(metrics: Mapping[str, Derived], numbers: Mapping[str, float], left_out: set[str]) -> dict[str, float]:
-    """Return the derived numbers in order, but for those of a number that is left out of training."""
+    """Return the derived numbers in order, without those that need a number left out of training."""
     known = _Numbers(numbers, left_out)
     found: dict[str, float] = {}
     for name, derived in metrics.items():

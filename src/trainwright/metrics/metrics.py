@@ -1,4 +1,4 @@
-"""Metrics that a user names: accuracy, top_k, over_all for a function of all rows, Derived for numbers of numbers."""
+"""The metrics `accuracy`, `top_k`, `over_all` (a function of all rows) and `Derived` (a function of other numbers)."""
 
 from __future__ import annotations
 
@@ -15,23 +15,22 @@ from trainwright.core.records import SumLoss
 from trainwright.core.trees import shapes_of
 
 MetricFunction = Callable[[Any, Any], Any]
-"""`fn(output, target)` returns a mean over rows, one value per row, `MeanLoss(value, count)` or
-`SumLoss(total, count)`, or a dict of these."""
+"""`fn(output, target)` returns a mean over rows, one value per row, `MeanLoss(value, count)`, `SumLoss(total, count)`,
+or a dict of these."""
 
 IGNORED = -100
-"""The class number of targets that do not count, as in torch's cross entropy."""
+"""The class index of ignored targets, as in torch's cross entropy."""
 
 
 def accuracy(output: Tensor, target: Tensor) -> SumLoss:
-    """Return hits and counted targets, as a `SumLoss`: the share of right classes.
+    """Accuracy: return the correct predictions and the counted targets of a batch, as a `SumLoss`.
 
-    With several classes the largest score is the guess. With one class, a score above 0 is the guess "yes", and a
-    target above 0.5 is "yes"; all elements are counted.
+    With several classes, the prediction is the class with the largest score. With one output, the prediction is
+    positive if the logit is above 0, and the target is positive if it is above 0.5; all elements are counted.
 
     Args:
-        output: (N, C) or (N, C, d...): a score per class. Or (N), (N, 1) or (N, 1, d...): a logit.
-        target: (N) or (N, d...): class numbers, of which -100 is not counted. With one class as many elements as
-            `output`.
+        output: Scores of shape (N, C) or (N, C, d...), or logits of shape (N), (N, 1) or (N, 1, d...).
+        target: Class indices of shape (N) or (N, d...); -100 is ignored. For logits, as many elements as `output`.
     """
     if output.dim() == 1 or output.shape[1] == 1:
         if output.numel() != target.numel():
@@ -43,10 +42,12 @@ def accuracy(output: Tensor, target: Tensor) -> SumLoss:
 
 
 def top_k(k: int) -> Callable[[Tensor, Tensor], SumLoss]:
-    """Return a metric: the share of targets that are among the `k` largest scores.
+    """Return a metric: the fraction of targets that are among the `k` classes with the largest scores.
+
+    Shapes are those of `accuracy` with several classes; the target -100 is ignored.
 
     Args:
-        k: The number of scores. Shapes and -100 are as in `accuracy`.
+        k: The number of classes.
     """
     check_whole(k, f"top_k({k!r})", what="a whole number of classes", fix="top_k(5)")
 
@@ -63,7 +64,7 @@ def top_k(k: int) -> Callable[[Tensor, Tensor], SumLoss]:
 
 @dataclass(frozen=True, slots=True)
 class OverAll:
-    """A number of all rows of an evaluation at once, such as an area under a curve; made by `over_all`."""
+    """A metric computed from all rows of an evaluation at once, such as an area under a curve; made by `over_all`."""
 
     fn: MetricFunction
 
@@ -74,12 +75,12 @@ class OverAll:
 
 
 def over_all(fn: MetricFunction) -> OverAll:
-    """Return a metric: `fn(outputs, targets)`, called once per evaluation with the CPU tensors of all rows.
+    """Return a metric: the result of `fn(outputs, targets)`, called once per evaluation with CPU tensors of all rows.
 
-    It counts in evaluation only: training stores no rows. Outputs and targets of every batch are copied to the host:
-    the memory is rows x (output + target), on rank 0 that of all ranks, for as long as the pass takes. With several
-    processes rank 0 calls `fn` and broadcasts the result. Rows are in the order of the data, so that n processes give
-    the number of one.
+    It is computed in evaluations only; training stores no rows. Outputs and targets of all batches are copied to the
+    host. The copies take rows x (output + target) of memory during the pass, on rank 0 those of all ranks. With several
+    processes, rank 0 calls `fn` and broadcasts the result. Rows are in the order of the data, so that the result does
+    not depend on the number of processes.
 
     Args:
         fn: A function that returns a number or a dict of numbers.
@@ -89,13 +90,12 @@ def over_all(fn: MetricFunction) -> OverAll:
 
 @dataclass(frozen=True, slots=True)
 class Derived:
-    """A number computed from the other numbers, such as `Derived(lambda n: math.exp(n["loss"]))` for perplexity.
+    """A number computed from other numbers, such as `Derived(lambda n: math.exp(n["loss"]))` for the perplexity.
 
-    An overflow gives infinity.
+    An OverflowError gives infinity.
 
     Args:
-        fn: A function of all numbers of the same evaluation, and those derived before it, by their names without
-            prefix.
+        fn: A function of a dict with all numbers of the pass, including earlier derived ones, by name without prefix.
     """
 
     fn: Callable[[Mapping[str, float]], float]
@@ -106,7 +106,7 @@ class Derived:
 
 
 def check_takes_two(function: Any, name: str) -> None:
-    """Refuse a function that cannot be called with (output, target)."""
+    """Raise SettingError for a function that cannot be called with (output, target)."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # a function in C without a signature
@@ -123,14 +123,14 @@ def check_takes_two(function: Any, name: str) -> None:
 
 
 def _counted(hits: Tensor, target: Tensor) -> SumLoss:
-    """Return hits and counted targets, per row where there is one target per row."""
+    """Return hits and counted targets, per row if there is one target per row, else summed."""
     if hits.dim() > 1:
         return SumLoss(hits.count_nonzero(), (target != IGNORED).count_nonzero())
     return SumLoss(hits, target != IGNORED)
 
 
 def _check_classes(name: str, output: Tensor, target: Tensor) -> None:
-    if output.dim() == 2:  # nearly always
+    if output.dim() == 2:  # the usual case
         fits = target.shape == output.shape[:1]
     else:
         fits = output.dim() > 1 and target.shape == output.shape[:1] + output.shape[2:]

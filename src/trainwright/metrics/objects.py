@@ -1,4 +1,4 @@
-"""Metric objects of any library: their state for a checkpoint, and how states of several ranks become one."""
+"""Metric objects of any library: their state for a checkpoint, and the merge of states over ranks."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ class ObjectMetric(PassMetric):
         self.metric.reset()
 
     def update(self, output: Any, target: Any, rows: int) -> None:
-        """Update the object; its first batch says on which device."""
+        """Update the object, after a move to the device of the first output."""
         if not self._is_placed:
             self._place(output)
         self.metric.update(output, target)
 
     def totals(self) -> dict[str, Total]:
-        """Return the results of the object as totals by full name."""
+        """Return the result of the object as totals by full name."""
         return totals_of(self, self.metric.compute())
 
     def reset(self) -> None:
@@ -43,7 +43,7 @@ class ObjectMetric(PassMetric):
         self.metric.reset()
 
     def merge(self, state: Any) -> None:
-        """Add the saved state of another object of the same class, such as another rank's."""
+        """Add the saved state of another rank's object."""
         own, other = self.metric, copy.deepcopy(self.metric)
         _load(other, state)
         if callable(getattr(own, "merge", None)):
@@ -54,20 +54,18 @@ class ObjectMetric(PassMetric):
             own.merge_state([other])
 
     def state_dict(self, *, has_rows: bool) -> Any:
-        """Return the object's state, copied: its attributes where it has no state dict; None without rows.
+        """Return a copy of the object's state: its state dict (None without rows), or else its attributes.
 
-        CheckpointError where it has neither.
+        CheckpointError if it has neither.
         """
         if _has_state_dict(self.metric):
             if not has_rows:
                 return None
             if callable(getattr(self.metric, "persistent", None)):
-                self.metric.persistent(True)  # torchmetrics leaves its sums out of a state dict by default
+                self.metric.persistent(True)  # by default, torchmetrics leaves its sums out of the state dict
             return copy.deepcopy(self.metric.state_dict())
         if hasattr(self.metric, "__dict__"):
-            return copy.deepcopy(
-                vars(self.metric)
-            )  # also before the first rows: an attribute that cannot be copied shows
+            return copy.deepcopy(vars(self.metric))  # without rows too, to find attributes that cannot be copied
         kind = type(self.metric).__name__
         what = f"metric {self.name!r} cannot be saved: {kind} has neither attributes nor a state_dict"
         raise CheckpointError(what, fix="give it state_dict() and load_state_dict(tree)")
@@ -77,9 +75,9 @@ class ObjectMetric(PassMetric):
         _load(self.metric, state)
 
     def check_mergeable(self) -> None:
-        """Refuse an object whose state cannot be merged over ranks, or cannot be sent to another rank.
+        """Raise SettingError if the object's state cannot be merged over ranks or sent to another rank.
 
-        SettingError with the member to write.
+        The error names the method to add.
         """
         metric, what = self.metric, f"metric {self.name!r}: "
         kind = type(metric).__name__
@@ -108,7 +106,7 @@ class ObjectMetric(PassMetric):
 
 
 def is_torchmetrics(metric: Any) -> bool:
-    """Whether an object declares, as those of torchmetrics do, how each of its states is reduced over ranks."""
+    """Return whether an object declares the reduction of each of its states over ranks, as torchmetrics does."""
     return hasattr(metric, "sync_on_compute") and isinstance(getattr(metric, "_reductions", None), Mapping)
 
 
@@ -117,7 +115,7 @@ def _has_state_dict(metric: Any) -> bool:
 
 
 def _load(metric: Any, saved: Any) -> None:
-    """Load a saved state into an object; None is that of an object without rows."""
+    """Load a saved state into an object; None is the state without rows."""
     metric.reset()
     if saved is not None and _has_state_dict(metric):
         metric.load_state_dict(saved)
@@ -127,7 +125,7 @@ def _load(metric: Any, saved: Any) -> None:
 
 
 def _stop_syncing(metric: Any) -> None:
-    """Switch off the reduction over ranks in `compute` of torchmetrics: numbers reduced twice would count twice."""
+    """Disable the reduction over ranks in `compute` of torchmetrics: otherwise rows would be counted twice."""
     modules = metric.modules() if callable(getattr(metric, "modules", None)) else (metric,)
     for inner in modules:
         if is_torchmetrics(inner):
@@ -140,7 +138,7 @@ def _is_torchevals(metric: Any) -> bool:
 
 
 def _flaw(metric: Any) -> str:
-    """Return what an object of torchmetrics has that cannot be merged exactly; "" where it has nothing of it."""
+    """Return why a torchmetrics object cannot be merged exactly; "" if it can."""
     if any(map(is_torchmetrics, getattr(metric, "children", tuple)())):
         return "is made of other metrics"
     if not metric._reductions:
@@ -160,8 +158,8 @@ def _merge_torchmetrics(metric: Any, other: Any) -> None:
         else:
             merged = _REDUCTIONS[reduction.__name__](values[0], values[1].to(values[0].device))
         setattr(metric, name, merged)
-    metric._update_count = getattr(metric, "_update_count", 0) + 1  # else it warns that it was never updated
-    metric._computed = None  # its cached result
+    metric._update_count = getattr(metric, "_update_count", 0) + 1  # otherwise it warns that it was never updated
+    metric._computed = None  # the cached result
 
 
 _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
@@ -170,7 +168,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor, Tensor], Tensor]] = {
     "dim_zero_min": torch.minimum,
     "dim_zero_cat": lambda own, other: torch.cat([own, other]),
 }
-"""The reductions of torchmetrics that can be applied one rank after the other."""
+"""The reductions of torchmetrics that can be applied rank by rank."""
 
 
 def _short(rule: Any) -> str:

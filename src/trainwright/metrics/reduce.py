@@ -1,4 +1,4 @@
-"""Numbers cross the ranks here, in one function: sums, counts and metrics of all ranks are added up on rank 0."""
+"""The reduction of numbers over ranks: adds the sums, counts and metrics of all ranks on rank 0."""
 
 from __future__ import annotations
 
@@ -12,32 +12,32 @@ from trainwright.distributed.world import World, packed, unpacked
 
 
 class Accumulator(Protocol):
-    """Anything that adds up: `Sums`, `MetricSet`."""
+    """An object whose state is additive: `Sums`, `MetricSet`."""
 
     def state_dict(self) -> Any:
-        """Return all that was added since the last `reset`."""
+        """Return the state since the last `reset`."""
 
     def merge(self, state: Any) -> None:
-        """Add the `state_dict` of another rank's."""
+        """Add the `state_dict` of another rank's accumulator."""
 
     def reset(self) -> None:
-        """Start again at nothing."""
+        """Reset to the empty state."""
 
 
 class Sums:
-    """Sums and counts of numbers by name, in float64 on the host; each mean is weighted by the counts."""
+    """Sums and counts by name, in float64 on the host, for count-weighted means."""
 
     def __init__(self) -> None:
         self.sums: dict[str, float] = {}
         self.counts: dict[str, float] = {}
 
     def add(self, name: str, total: float, count: float) -> None:
-        """Add a sum over `count` things; over nothing, `total` may be NaN and does not enter."""
+        """Add a sum and its count; with a count of 0, `total` may be NaN and is ignored."""
         self.sums[name] = self.sums.get(name, 0.0) + (total if count else 0.0)
         self.counts[name] = self.counts.get(name, 0.0) + count
 
     def means(self) -> dict[str, float]:
-        """Return sum / count by name; NaN over nothing."""
+        """Return sum / count by name; NaN for a count of 0."""
         return {name: self.sums[name] / count if count else math.nan for name, count in self.counts.items()}
 
     def merge(self, state: Mapping[str, Mapping[str, float]]) -> None:
@@ -46,13 +46,13 @@ class Sums:
             self.add(name, state["sums"][name], count)
 
     def drop(self, names: Iterable[str]) -> None:
-        """Forget the numbers of these names."""
+        """Remove the numbers of these names."""
         for name in names:
             self.sums.pop(name, None)
             self.counts.pop(name, None)
 
     def reset(self) -> None:
-        """Start again without names."""
+        """Remove all numbers."""
         self.sums, self.counts = {}, {}
 
     def state_dict(self) -> dict[str, dict[str, float]]:
@@ -65,11 +65,11 @@ class Sums:
 
 
 def reduce_to_rank0(world: World, accumulators: Sequence[Accumulator], *, device: torch.device | None = None) -> None:
-    """Add the accumulators of all ranks up on rank 0, in the order of the ranks, with one gather; reset the others'.
+    """Merge the accumulators of all ranks on rank 0, in the order of the ranks, with one gather; reset the others.
 
-    A collective: every rank gives as many accumulators, of the same kinds. Rank 0 then holds everything, so that
-    reducing again, or saving on rank 0 and loading there, counts nothing twice. Tensors of other ranks' accelerators
-    come to `device`. With one rank it is a no-op.
+    A collective: every rank passes accumulators of the same number and kinds. As only rank 0 then holds the sums,
+    nothing is counted twice by a second reduction or by a save and load on rank 0. Tensors from accelerators of other
+    ranks are moved to `device`. No-op with one rank.
     """
     if world.size == 1:
         return

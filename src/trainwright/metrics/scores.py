@@ -1,6 +1,6 @@
-"""Scores of regression and classification, exact over all rows of a pass: R2, MAE, RMSE and F1.
+"""The scores MAE, RMSE, R2 and F1, exact over all rows of a pass.
 
-Each is checked against scikit-learn. `update` reads nothing back from the device. A NaN in output or target gives NaN.
+Each is tested against scikit-learn. `update` does not read from the device. A NaN in output or target gives NaN.
 """
 
 from __future__ import annotations
@@ -27,14 +27,13 @@ Kind = Literal["macro", "micro", "weighted", "binary"]
 
 
 class MAE:
-    """Mean absolute error over all elements; `output` and `target` of one shape, (n) or (n, d...).
+    """Mean absolute error over all elements; `output` and `target` have the same shape, (n) or (n, d...).
 
-    It is a metric function, and one value per row where a row is one element: early stopping can then ask for its
-    standard error.
+    If a row is one element, the metric gives one value per row, so that early stopping can use its standard error.
     """
 
     def __call__(self, output: Tensor, target: Tensor) -> SumLoss:
-        """Return the absolute errors of a batch and their count."""
+        """Return the absolute errors of a batch, or their sum, with their count."""
         errors = _difference("MAE", output, target).abs()
         if errors.numel() == len(errors):
             return SumLoss(errors.flatten(), len(errors))
@@ -42,7 +41,7 @@ class MAE:
 
 
 class RMSE:
-    """Root of the mean squared error over all elements; `output` and `target` of one shape, (n) or (n, d...)."""
+    """Root mean squared error over all elements; `output` and `target` have the same shape, (n) or (n, d...)."""
 
     def __init__(self) -> None:
         self._squares = Total()
@@ -53,11 +52,11 @@ class RMSE:
         self._squares.add_sum(squares.sum(), squares.numel())
 
     def compute(self) -> float:
-        """Return the root of sum / count; NaN without rows."""
+        """Return the root of the mean; NaN without rows."""
         return math.sqrt(self._squares.value)
 
     def reset(self) -> None:
-        """Start again without rows."""
+        """Reset to the state without rows."""
         self._squares.reset()
 
     def merge(self, other: RMSE) -> None:
@@ -65,21 +64,21 @@ class RMSE:
         self._squares.merge(other._squares)
 
     def state_dict(self) -> Tree:
-        """Return the sum so far."""
+        """Return sum and count."""
         return self._squares.state_dict()
 
     def load_state_dict(self, tree: Any) -> None:
-        """Load a saved sum."""
+        """Load saved sum and count."""
         self._squares.load_state_dict(tree)
 
 
 class R2:
-    """Coefficient of determination, 1 - residual / total sum of squares; of several columns the plain mean.
+    """Coefficient of determination: 1 - residual / total sum of squares, averaged over columns.
 
-    `output` and `target` are of one shape, (n) or (n, d...); each place after the first is a column. As in
-    scikit-learn a column that never varies gives 1 if it is predicted exactly and else 0, and less than two rows give
-    NaN. Sums are float64 (float32 where the device has no float64): deviations from the first row, whose batches
-    are merged after Chan, Golub and LeVeque 1983, so that a large offset of the target does not cancel.
+    `output` and `target` have the same shape, (n) or (n, d...); each element of a row is a column. As in scikit-learn,
+    a constant column gives 1 if it is predicted exactly, else 0, and fewer than two rows give NaN. Sums are float64
+    (float32 on devices without it), of deviations from the first row, and are merged as in Chan, Golub and LeVeque
+    (1983), so that a large offset of the targets causes no cancellation.
     """
 
     def __init__(self) -> None:
@@ -99,7 +98,7 @@ class R2:
         self._add(sums, new)
 
     def compute(self) -> Tensor | float:
-        """Return the score, on the device; NaN for less than two rows."""
+        """Return the score, a tensor on the device; NaN for fewer than two rows."""
         if self._rows < 2:
             return math.nan
         residual, spread = self._state["residual"], self._state["spread"]
@@ -107,12 +106,12 @@ class R2:
         return torch.where(spread == 0, constant + 0 * residual, 1 - residual / spread).mean()
 
     def reset(self) -> None:
-        """Start again without rows."""
+        """Reset to the state without rows."""
         self._rows = 0
         self._state: dict[str, Tensor] = {}
 
     def merge(self, other: R2) -> None:
-        """Add the sums of another object."""
+        """Add the sums of another object, relative to this object's first row."""
         if not other._rows:
             return
         if not self._rows:
@@ -120,21 +119,21 @@ class R2:
             return
         first = self._state["first"]
         sums = {name: tensor.to(first.device, first.dtype) for name, tensor in other._state.items()}
-        self._make_ready(sums["first"].unsqueeze(0))  # refuses other columns
+        self._make_ready(sums["first"].unsqueeze(0))  # checks the number of columns
         sums["mean"] += sums["first"] - first
         self._add(sums, other._rows)
 
     def state_dict(self) -> Tree:
-        """Return the rows, the first of them, and the sums of each column."""
+        """Return the number of rows, the first row, and the sums of each column."""
         return {"rows": self._rows, "sums": {name: tensor.clone() for name, tensor in self._state.items()}}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Load saved sums; they move to the device of the next batch."""
+        """Load saved sums; they are moved to the device of the next batch."""
         self._rows = tree["rows"]
         self._state = {name: tensor.clone() for name, tensor in tree["sums"].items()}
 
     def _add(self, sums: Mapping[str, Tensor], new: int) -> None:
-        """Merge the sums of `new` rows with those so far; their mean is over the same first row."""
+        """Merge the sums of `new` rows into the current ones; both are deviations from the same first row."""
         state, seen = self._state, self._rows
         moved = sums["mean"] - state["mean"]
         state["spread"] += sums["spread"] + moved.square() * (seen * new / (seen + new))
@@ -159,22 +158,22 @@ class R2:
 
 @suggests
 class F1:
-    """F1 score, 2 hits / (guesses + targets) of each class, from counts over all rows.
+    """F1 score: 2 hits / (predictions + targets) of each class, from counts over all rows.
 
-    `output` (N, C, d...) scores classes and `target` (N, d...) holds class numbers, -100 where it does not count. Or
-    `output` (N), (N, 1, d...) is a logit, yes above 0, and `target` is yes above 0.5. A class that was neither guessed
-    nor a target has the score 0.
+    `output` has scores of shape (N, C, d...), and `target` class indices of shape (N, d...), of which -100 is ignored.
+    Or `output` has logits of shape (N) or (N, 1, d...), positive above 0, and `target` is positive above 0.5. A class
+    without predictions and targets has the score 0.
 
     Args:
         average: "macro" is the plain mean over classes, "weighted" the mean weighted by the number of targets, "micro"
-            the score of all counts together, "binary" that of class 1 of two.
-        classes: The classes of the mean. None: those that were seen as target or guess, as in scikit-learn.
+            the score of the summed counts, "binary" the score of class 1 of two classes.
+        classes: The classes to average over. None: all classes with targets or predictions, as in scikit-learn.
     """
 
     _counts: Tensor | None
-    """Hits, guesses and targets of each class, and in the last column those that do not count: (3, C + 1)."""
+    """Hits, predictions and targets of each class, shape (3, C + 1); the last column is for ignored targets."""
     _flaws: Tensor
-    """Scores or targets that are NaN, and targets that are no class."""
+    """The number of NaN scores or targets, and the number of targets that are no class."""
 
     def __init__(self, average: Kind = "macro", *, classes: Sequence[int] | None = None) -> None:
         if average not in get_args(Kind):
@@ -194,7 +193,7 @@ class F1:
         counted = truth != IGNORED
         valid = counted & (truth >= 0) & (truth < classes)
         ones = torch.ones_like(truth)
-        # The last column, after the classes, is for targets that do not count.
+        # Ignored and invalid targets are counted in the last column, after the classes.
         for row, numbers, holds in ((0, truth, valid & (guess == truth)), (1, guess, valid), (2, truth, valid)):
             counts[row].index_add_(0, torch.where(holds, numbers, classes), ones)
         missing = output.isnan().flatten() if output.numel() == len(truth) else output.isnan().any(1).flatten()
@@ -202,9 +201,9 @@ class F1:
         self._flaws += torch.stack([missing.sum(), (counted & ~valid).sum()])
 
     def compute(self) -> float:
-        """Return the score; NaN where nothing counted, or a score or target was NaN.
+        """Return the score; NaN without counted targets, or if a score or target was NaN.
 
-        DataError where a target is no class.
+        DataError if a target is no class.
         """
         if self._counts is None:
             return math.nan
@@ -227,12 +226,12 @@ class F1:
         return weighted / (sum(weights) or 1)
 
     def reset(self) -> None:
-        """Start again without rows."""
+        """Reset to the state without rows."""
         self._counts = None
         self._flaws = torch.zeros(2, dtype=torch.int64)
 
     def merge(self, other: F1) -> None:
-        """Add the sums of another object."""
+        """Add the counts of another object."""
         if other._counts is not None:
             where = other._counts.device if self._counts is None else self._counts.device
             counts = self._counts_of(other._counts.shape[1] - 1, where)
@@ -240,11 +239,11 @@ class F1:
             self._flaws += other._flaws.to(where)
 
     def state_dict(self) -> Tree:
-        """Return the counts so far."""
+        """Return the counts."""
         return {"counts": None if self._counts is None else self._counts.clone(), "flaws": self._flaws.clone()}
 
     def load_state_dict(self, tree: Mapping[str, Any]) -> None:
-        """Load saved counts; they move to the device of the next batch."""
+        """Load saved counts; they are moved to the device of the next batch."""
         self._counts = None if tree["counts"] is None else tree["counts"].clone()
         self._flaws = tree["flaws"].clone()
 
@@ -280,7 +279,7 @@ def _are_class_numbers(classes: Any) -> bool:
 
 
 def _decided(output: Tensor, target: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Return guesses and class numbers, both flat, and how many classes there are."""
+    """Return predicted and true class indices, both flat, and the number of classes."""
     if output.dim() == 1 or (output.dim() > 1 and output.shape[1] == 1):
         if output.numel() != target.numel():
             raise _misfit_of_classes(output, target)
@@ -306,7 +305,7 @@ def _misfit_of_classes(output: Tensor, target: Tensor) -> SettingError:
 
 
 def _difference(name: str, output: Any, target: Any) -> Tensor:
-    """Return output - target in the widest type, without a graph; SettingError where torch would broadcast them."""
+    """Return output - target, detached, in the widest dtype; SettingError if their shapes differ."""
     tensors = isinstance(output, Tensor) and isinstance(target, Tensor)
     if tensors and output.dim() and output.shape == target.shape:
         return _wide(output) - _wide(target)

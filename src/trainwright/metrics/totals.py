@@ -1,4 +1,4 @@
-"""The sum and the count of one mean: exact, and left on the device of its terms until they are read."""
+"""Sum and count of one mean: exact, and kept on the device of the terms until they are read."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ from trainwright.core.host_reads import host_value, read
 from trainwright.core.records import Count, MeanLoss, SumLoss
 
 SUM, COUNT, SQUARES, OTHERS = range(4)
-"""The places of the four sums of a `Total`; `OTHERS` counts the terms that are not one value per row."""
+"""Indices of the four sums of a `Total`; `OTHERS` counts the terms that are not one value per row."""
 ON_DEVICE = 3
-"""How many of them are summed on a device; `OTHERS` is known to the host."""
+"""The number of sums on a device; `OTHERS` is counted on the host."""
 
 _SPLIT = 2**20  # splits an int64 into two numbers that float32 represents exactly
 
@@ -31,18 +31,18 @@ class Reading:
     value: float
     """Sum / count; NaN for a count of zero."""
     count: float
-    """The denominator; a whole number unless a fractional count was added."""
+    """The denominator; an integer unless a fractional count was added."""
     error: float | None
-    """Standard error sqrt(variance / count), population variance over rows; None without one value per row."""
+    """Standard error sqrt(variance / count), with the population variance over rows; None without row values."""
 
 
 class Total:
-    """The sum and the count of one mean.
+    """Sum and count of one mean.
 
-    Terms on the CPU are added to Python numbers, which are float64; terms on an accelerator are added there, in
-    float64, or in two float32 where the device has no float64 (`wide=False`, the default on mps). Adding never waits
-    for a device. A term whose count is zero is masked, so that the NaN of an empty batch does not enter; a NaN that
-    counts stays. With `spread=True` squares are summed too, for the standard error. `label` names it in errors.
+    Terms on the CPU are added to Python floats, which are float64. Terms on an accelerator are added there, in float64,
+    or in a pair of float32 on devices without float64 (`wide=False`, the default on mps). Adding never waits for a
+    device. Terms with a count of zero are masked, so that the NaN of an empty batch is ignored; any other NaN is kept.
+    With `spread=True`, squares are summed too, for the standard error. `label`: the name in error messages.
     """
 
     def __init__(self, label: str = "a number", *, spread: bool = False, wide: bool | None = None) -> None:
@@ -53,7 +53,7 @@ class Total:
     def take(self, result: Any, rows: int) -> None:
         """Add the result of a metric function for a batch of `rows` rows.
 
-        That is: one number (a mean over the rows), a 1-dim tensor with one value per row, `MeanLoss`, or `SumLoss`.
+        `result`: one number (a mean over the rows), a 1-dim tensor with one value per row, `MeanLoss` or `SumLoss`.
         """
         if isinstance(result, SumLoss):
             count = rows if result.count is None else result.count
@@ -70,7 +70,7 @@ class Total:
             self.add(result if isinstance(result, Tensor) else float(result), rows)
 
     def add(self, value: float | Tensor, count: Count) -> None:
-        """Add one number that is a mean over `count` things; a tensor has one element, on any device."""
+        """Add a mean with its count; a tensor has one element, on any device."""
         if isinstance(count, Tensor):
             self.add_sum(_product(value, count), count)
         elif count and isinstance(value, Tensor):
@@ -81,7 +81,7 @@ class Total:
             self.add_sum(value * count, count)
 
     def add_sum(self, total: float | Tensor, count: Count) -> None:
-        """Add a sum over `count` things, or a 1-dim tensor of such sums, with one count or a count or mask for each."""
+        """Add a sum with its count, or a 1-dim tensor of sums with one count, or with a count or mask for each."""
         if isinstance(count, Tensor):
             count = count.to(total.device) if isinstance(total, Tensor) else count
             if not isinstance(total, Tensor) or total.is_floating_point():
@@ -101,19 +101,19 @@ class Total:
 
     @property
     def value(self) -> float:
-        """Sum / count, read now; NaN for a count of zero."""
+        """Sum / count, read from the device; NaN for a count of zero."""
         return self.read().value
 
     def read(self) -> Reading:
-        """Return value, count and error in one read."""
+        """Return value, count and error, by one read from the device."""
         return read_totals({"": self})[""]
 
     def scalars(self) -> list[Tensor]:
-        """Return the scalars on the device that `reading` needs as numbers."""
+        """Return the device tensors whose values `reading` needs."""
         return [] if self._device is None else self._device.scalars
 
     def reading(self, numbers: list[float]) -> Reading:
-        """Return value, count and error, given `scalars` as numbers."""
+        """Return value, count and error, given the values of `scalars`."""
         total, count, squares, others = self._sums(numbers)
         if not count:
             return Reading(math.nan, count, None)
@@ -129,11 +129,11 @@ class Total:
             self._device.zero()
 
     def merge(self, other: Total) -> None:
-        """Add another total, which may lie on another device; it is read."""
+        """Add another total, which may be on another device; reads it."""
         self._host = [own + more for own, more in zip(self._host, other._sums(read(other.scalars())), strict=True)]
 
     def state_dict(self) -> list[Tensor]:
-        """Return tensors that add up to the sums: those of the host, then copies of those on the device."""
+        """Return tensors whose total is the sums: those on the host, then copies of those on the device."""
         host = torch.tensor(self._host, dtype=torch.float64)
         return [host] if self._device is None else [host, *(part.clone() for part in self._device.parts)]
 
@@ -145,16 +145,16 @@ class Total:
         self._device = _DeviceSums([part.clone() for part in parts]) if parts else None
 
     def _sums(self, numbers: list[float]) -> list[float]:
-        """Return the four sums on the host, given `scalars` as numbers."""
+        """Return the four sums on the host, given the values of `scalars`."""
         sums = self._host.copy()
         for index, number in enumerate(numbers):
             sums[index % ON_DEVICE] += number
         return sums
 
     def _add(self, place: int, term: Tensor, times: float = 1) -> None:
-        """Add `times` x the sum of `term`, a scalar or a 1-dim tensor, where it lies."""
+        """Add `times` x the sum of `term`, a scalar or a 1-dim tensor, on the device of `term`."""
         if term.dim():
-            # To count flags takes a quarter of the time that their sum takes on the CPU.
+            # On the CPU, `count_nonzero` of flags takes a quarter of the time of their sum.
             term = term.count_nonzero() if term.dtype is torch.bool else _widest(term).sum()
         if term.is_cpu and self._wide is None:
             self._host[place] += host_value(term) * times
@@ -162,7 +162,7 @@ class Total:
             self._sums_on(term.device).add(place, term.detach() if term.requires_grad else term, times)
 
     def _sums_on(self, device: torch.device) -> _DeviceSums:
-        """Return the sums on a device; those of another device are read first, and join those of the host."""
+        """Return the sums on a device; sums on another device are first read and added to those on the host."""
         if self._device is None or self._device.device != device:
             self._host = self._sums(read(self.scalars()))
             wide = device.type != "mps" if self._wide is None else self._wide
@@ -180,21 +180,21 @@ class Total:
 
 
 def read_totals(totals: Mapping[str, Total]) -> dict[str, Reading]:
-    """Return the reading of every total, with one read for all of them."""
+    """Return the readings of all totals, by one read from the device."""
     scalars = {name: total.scalars() for name, total in totals.items()}
     numbers = iter(read([scalar for some in scalars.values() for scalar in some]))
     return {name: total.reading([next(numbers) for _ in scalars[name]]) for name, total in totals.items()}
 
 
 class _DeviceSums:
-    """Sum, count and squares on a device, in float64; or in float32, with a second tensor for the rounding errors."""
+    """Sum, count and squares on a device, in float64, or in float32 with a second tensor for the rounding errors."""
 
     def __init__(self, parts: list[Tensor]) -> None:
         self.parts, self.device = parts, parts[0].device
         self.scalars = [scalar for part in parts for scalar in part.unbind()]
 
     def add(self, place: int, term: Tensor, times: float) -> None:
-        """Add `times` x a scalar, in place."""
+        """Add `times` x a scalar to one of the sums, in place."""
         if len(self.parts) == 1:
             self.scalars[place].add_(term, alpha=times)
         elif term.is_floating_point():
@@ -217,7 +217,7 @@ class _DeviceSums:
         taken = total - high
         rest = (high - (total - taken)) + (narrow - taken)
         high.copy_(total)
-        low.add_(rest.nan_to_num_(0.0, 0.0, 0.0))  # an infinite sum has no rest
+        low.add_(rest.nan_to_num_(0.0, 0.0, 0.0))  # the rest of an infinite sum is NaN
 
 
 def _widest(values: Tensor) -> Tensor:
@@ -258,5 +258,5 @@ def _check_shapes(total: Any, count: Any, label: str) -> None:
 
 
 def form_of(value: Any) -> str:
-    """Return the type of a value, or the shape of a tensor, in words for an error."""
+    """Return the type of a value, or the shape of a tensor, as text for an error."""
     return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"

@@ -1,4 +1,4 @@
-"""Activation checkpointing: blocks store only their inputs for the backward, which recomputes their activations."""
+"""Activation checkpointing: blocks store only their inputs, and the backward recomputes their activations."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from trainwright.modules.matching import Blocks, described, find_blocks
 
 @suggests
 def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> CheckpointedBlocks:
-    """Run blocks of a model under `torch.utils.checkpoint.checkpoint`, in place; return the handle that undoes it.
+    """Run blocks of a model under `torch.utils.checkpoint.checkpoint`, in place; return a handle to undo it.
 
-    Gradients are the same to the last bit. Torch repeats its random draws and autocast; this function also repeats the
-    draws of Python and NumPy, and lets buffers, running statistics and plain attributes change once. A forward whose
-    result depends on other state that changes, or that appends to a list, cannot be recomputed. Names in the
+    Gradients are bitwise the same. Torch repeats its random draws and autocast. This function also repeats the draws of
+    Python and NumPy, and makes sure that buffers, running statistics and plain attributes change only once. A forward
+    cannot be recomputed if its result depends on other state that changes, or if it appends to a list. Names in the
     `state_dict` do not change. Passes without gradients run as before.
 
     Args:
         model: The model, or a part of it.
-        blocks: A class of modules or several. None: the classes with modules inside that the model has three times or
-            more. Of blocks inside one another the outer ones count. For some modules of a class alone, `model` is a
+        blocks: One or several classes of modules. None: the classes with submodules of which the model has at least
+            three modules. Of nested blocks, the outer ones are used. To select only some modules of a class, pass a
             part of the model: `checkpoint_activations(model.layers[:4], {Block})`.
 
     Raises:
-        SettingError: Where no block is found, or a module is compiled or recomputed already.
-        StepError: Where a weight has changed between forward and backward, which torch does not detect.
+        SettingError: If no block is found, or a module is already compiled or recomputed.
+        StepError: If a weight has changed between forward and backward, which torch does not detect.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(message(f"checkpoint_activations({model!r})", want="a torch.nn.Module"))
@@ -50,28 +50,28 @@ def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> Ch
 
 @dataclass(frozen=True)
 class CheckpointedBlocks:
-    """Blocks of a model that are recomputed, until `remove` or the end of this context."""
+    """The recomputed blocks of a model, until `remove` or the end of this context."""
 
     model: nn.Module = field(repr=False)
     names: tuple[str, ...]
     """The names of the blocks."""
     classes: str
-    """How many blocks of which classes."""
+    """The number of blocks of each class, as text."""
 
     def __str__(self) -> str:
-        """Return one line."""
+        """Return a one-line description."""
         return f"recomputes {self.classes}"
 
     def __enter__(self) -> CheckpointedBlocks:
-        """Return itself."""
+        """Return this object."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Store the activations of the blocks again."""
+        """Call `remove`."""
         self.remove()
 
     def remove(self) -> None:
-        """Store the activations of the blocks again; a second call is a no-op."""
+        """Undo the checkpointing: the blocks store their activations again. A second call is a no-op."""
         modules = dict(self.model.named_modules())
         for name in self.names:
             if name in modules:
@@ -79,12 +79,12 @@ class CheckpointedBlocks:
 
 
 def is_recomputed(module: nn.Module) -> bool:
-    """Return whether this module itself is one of the blocks of `checkpoint_activations`."""
+    """Return whether a module is itself a block of `checkpoint_activations`."""
     return isinstance(getattr(vars(module).get("forward"), "__self__", None), _Recomputed)
 
 
 def release_all(model: nn.Module) -> None:
-    """Store the activations of all blocks in a model again."""
+    """Undo the activation checkpointing of all blocks in a model."""
     for module in model.modules():
         _release(module)
 
@@ -99,25 +99,25 @@ def _release(module: nn.Module) -> None:
 
 
 class _Recomputed:
-    """Holds the `forward` that replaces a module's own.
+    """Holds the `forward` that replaces that of a module.
 
-    It is an attribute of the instance, bound to this object, so that copies and pickles of the module refer to
-    themselves. Hooks and the gathering of shards run around a forward, and are not repeated with it.
+    The replacement is an instance attribute of the module and a method of this object, so that copies and pickles of
+    the module refer to themselves. Hooks and the gathering of shards run outside of a forward and are not repeated.
     """
 
     def __init__(self, module: nn.Module, own: Callable[..., Any] | None) -> None:
         self.module = module
         self.own = own
-        """The earlier forward of the instance; None where it had the forward of its class."""
+        """The earlier `forward` attribute of the module; None if it used the forward of its class."""
 
     def plain(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module's own forward."""
+        """Run the original forward."""
         if self.own is not None:
             return self.own(*args, **kwargs)
         return type(self.module).forward(self.module, *args, **kwargs)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run it now, and again in the backward."""
+        """Run the original forward now, and again in the backward."""
         if not torch.is_grad_enabled():
             return self.plain(*args, **kwargs)
         names = tuple(kwargs)
@@ -126,8 +126,8 @@ class _Recomputed:
             n = len(values) - len(names)
             return self.plain(*values[:n], **dict(zip(names, values[n:], strict=True)))
 
-        values = (*args, *kwargs.values())  # torch checks the versions of positional tensors alone
-        if torch.compiler.is_compiling():  # a compiled graph changes each buffer once
+        values = (*args, *kwargs.values())  # torch checks the versions of positional tensors only
+        if torch.compiler.is_compiling():  # a compiled graph changes each buffer only once
             return checkpoint(run, *values, use_reentrant=False)
         first = _FirstForward(self.module)
         output = checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), first))
@@ -136,15 +136,15 @@ class _Recomputed:
 
 
 _PLAIN = frozenset((bool, int, float, str, type(None)))
-"""Types of attributes that refer to no tensor: a mode, a counter, a rate of dropout."""
+"""Types of attributes without a tensor, such as a mode, a counter or a dropout rate."""
 
 
 class _FirstForward:
-    """The state of a module before its forward, as a context for each repetition of that forward.
+    """Context manager for the repetition of a forward: restores the module's state from before the first forward.
 
-    Made before the forward; `done` is called after it. Inside the context the module has its modes, plain attributes
-    and copies of its buffers from before the forward, so that each changes once. Running statistics are copied as they
-    are now: in train mode the output of a norm layer does not depend on them.
+    Made before the forward; `done` is called after it. Inside the context the module has its earlier modes and plain
+    attributes and copies of its earlier buffers, so that each of them changes only once. Running statistics are copied
+    from their current values: in train mode the output of a norm layer does not depend on them.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -165,7 +165,7 @@ class _FirstForward:
         self._draws_now: dict[str, Any] = {}
 
     def done(self) -> None:
-        """Drop copies of buffers that the forward has not changed."""
+        """Drop the copies of buffers that the forward has not changed."""
         self._buffers = [
             found
             for found in self._buffers
@@ -209,7 +209,7 @@ class _FirstForward:
 
 
 def _moves_statistics(module: nn.Module) -> bool:
-    """Return whether a forward updates running statistics, which does not change their version counters."""
+    """Return whether a forward updates running statistics; this does not increase their version counters."""
     return module.training and has_running_statistics(module)
 
 
@@ -218,7 +218,7 @@ def _version(tensor: Tensor) -> int:
 
 
 def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
-    """Refuse a model with compiled modules, and blocks that are in, are, or contain recomputed ones."""
+    """Raise SettingError for compiled modules, and for blocks that are, contain or are inside recomputed ones."""
     for name, module in model.named_modules():
         if is_compiled(module):
             what = f"checkpoint_activations, and {name or type(module).__name__} is compiled already"
@@ -230,7 +230,7 @@ def _check_free(model: nn.Module, found: dict[str, nn.Module]) -> None:
 
 
 def _pairs(model: nn.Module, found: dict[str, nn.Module]) -> Iterator[tuple[str, str, nn.Module]]:
-    """Yield each module that is in a block, is one, or contains one, with its name and that of the block."""
+    """Yield (name, block name, module) for each module that is, contains or is inside a block."""
     for around, block in found.items():
         for name, module in block.named_modules(prefix=around):
             yield name, around, module

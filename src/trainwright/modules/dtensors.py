@@ -1,6 +1,6 @@
-"""Sharded weights (torch's DTensors): local shards, complete tensors, and norms and flags over all ranks.
+"""Sharded weights (torch's DTensor): local shards, complete tensors, and norms and flags over all ranks.
 
-`torch.distributed.tensor` is not imported here: a model with DTensors has imported it.
+`torch.distributed.tensor` is not imported here: if a model has DTensors, it is already imported.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from trainwright.core.torch_private import all_reduce
 
 
 def is_sharded(*tensors: Tensor) -> bool:
-    """Return whether any of these is a DTensor."""
+    """Return whether any of the tensors is a DTensor."""
     module = _tensors()
     return module is not None and any(isinstance(tensor, module.DTensor) for tensor in tensors)
 
 
 def local_shards(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Return the local shard of each tensor, which shares its memory; a plain tensor as it is."""
+    """Return the local shard of each tensor, which shares its memory; plain tensors are returned unchanged."""
     with torch.no_grad():
         return [_local(tensor) for tensor in tensors]
 
 
 def full_tensor(tensor: Tensor) -> Tensor:
-    """Return the complete tensor on every rank, a plain one as it is. Collective if sharded."""
+    """Return the complete tensor on every rank; a plain tensor unchanged. A collective for a sharded tensor."""
     if not is_sharded(tensor):
         return tensor
     sharded: Any = tensor
@@ -41,7 +41,7 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def copy_into(into: Tensor, value: Tensor) -> None:
-    """Copy `value`, complete or sharded, into a tensor in place; each rank its shard if `into` is sharded."""
+    """Copy a complete or sharded `value` into a tensor in place; if `into` is sharded, each rank copies its shard."""
     if is_sharded(into):
         _copy_shard(into, value)
     else:
@@ -56,11 +56,11 @@ def _copy_shard(into: Tensor, value: Tensor) -> None:
         given = _tensors().DTensor.from_local(here, target.device_mesh, replicated, run_check=False)
     mine, theirs = local_shards([target, given.redistribute(target.device_mesh, target.placements)])
     mine.copy_(theirs)
-    torch.autograd.graph.increment_version(into)  # writing to the local shard does not count as a write to the DTensor
+    torch.autograd.graph.increment_version(into)  # a write to the local shard does not increase the DTensor's version
 
 
 def on_all_ranks(claim: bool, tensors: Sequence[Tensor]) -> bool:
-    """Return whether a condition on tensors is true on all ranks with shards of them. Collective."""
+    """Return whether a condition on tensors holds on all ranks with shards of them. A collective if any is sharded."""
     shards = [tensor for tensor in tensors if is_sharded(tensor)]
     if not shards:
         return claim
@@ -69,7 +69,7 @@ def on_all_ranks(claim: bool, tensors: Sequence[Tensor]) -> bool:
 
 
 def global_norms(norms: Tensor, of: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norms of complete tensors, given those of the local shards. Collective."""
+    """Return the 2-norms of complete tensors, given those of the local shards. A collective if any is sharded."""
     sharded_over = _by_groups(of)
     if sharded_over.keys() <= {()}:
         return norms
@@ -82,9 +82,10 @@ def global_norms(norms: Tensor, of: Sequence[Tensor]) -> Tensor:
 
 
 def reshard(modules: Iterable[Any]) -> None:
-    """Reshard the FSDP modules among `modules`: a forward without a backward leaves the gathered weights in them.
+    """Reshard the FSDP modules among `modules`.
 
-    The next forward would use those again, even if the shards have changed since.
+    A forward without a backward leaves gathered weights. The next forward would use them, even if the shards have
+    changed since.
     """
     fsdp: Any = sys.modules.get("torch.distributed.fsdp")
     if fsdp is not None:
@@ -94,9 +95,9 @@ def reshard(modules: Iterable[Any]) -> None:
 
 
 class Shards(list[Tensor]):
-    """A list of parameters, some of them sharded, with the norms and clips of all their gradients.
+    """A list of parameters, some of them sharded, with norms and clips of their gradients.
 
-    Methods that reduce over ranks are collective and return the same on each rank.
+    Methods that reduce over ranks are collectives and return the same value on each rank.
     """
 
     def __init__(self, parameters: Iterable[Tensor]) -> None:
@@ -105,11 +106,11 @@ class Shards(list[Tensor]):
         self._dtype = reduce(torch.promote_types, [parameter.dtype for parameter in self])
 
     def gradients(self) -> list[Tensor]:
-        """Return the local gradients, without shards that have no element."""
+        """Return the local gradients, without empty shards."""
         return _gradients(self)
 
     def norm(self, norm_type: float = 2.0) -> Tensor:
-        """Return the total norm of all gradients as a 0-dim tensor: one reduction of a scalar over the ranks."""
+        """Return the total norm of all gradients as a 0-dim tensor, by scalar all-reduces."""
         parts = [self._norm_of(parameters, groups, norm_type) for groups, parameters in self._by_groups.items()]
         device = parts[0].device
         joined = torch.stack([part.to(device) for part in parts])
@@ -117,7 +118,7 @@ class Shards(list[Tensor]):
         return norm.to(self._dtype)
 
     def clip_norm(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip in place as torch's `clip_grad_norm_`; return the norm before clipping."""
+        """Clip gradients in place as torch's `clip_grad_norm_` does; return the norm before clipping."""
         norm = self.norm(norm_type)
         factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         for (device, _), gradients in _by_kind(self.gradients()).items():
@@ -125,24 +126,24 @@ class Shards(list[Tensor]):
         return norm
 
     def clip_value(self, limit: float) -> None:
-        """Clip in place as torch's `clip_grad_value_`."""
+        """Clip gradients in place as torch's `clip_grad_value_` does."""
         for gradients in _by_kind(self.gradients()).values():
             torch._foreach_clamp_min_(gradients, -limit)
             torch._foreach_clamp_max_(gradients, limit)
 
     def max_over_ranks(self, flag: Tensor) -> Tensor:
-        """Set `flag` to its maximum over all ranks, and return it."""
+        """Set `flag` to its maximum over all ranks in place; return it."""
         for groups in self._by_groups:
             flag.copy_(_all_reduce(flag, groups, "max"))
         return flag
 
     def _norm_of(self, parameters: list[Tensor], groups: MeshGroups, norm_type: float) -> Tensor:
-        """Return the norm of the gradients sharded over the same groups, in the widest dtype: powers may overflow."""
+        """Return the norm of gradients sharded over the same groups; in the widest dtype, since powers may overflow."""
         device = parameters[0].device
         gradients = _gradients(parameters)
         norm = get_total_norm(gradients, norm_type) if gradients else torch.zeros((), device=device)
         norm = norm.to(device, widest_float(device))
-        if norm_type == inf:  # a maximum over ranks hides a NaN
+        if norm_type == inf:  # a maximum over ranks may hide a NaN
             both = torch.stack([norm.nan_to_num(0.0, posinf=inf), norm.isnan().to(norm.dtype)])
             highest, unknown = _all_reduce(both, groups, "max")
             return torch.where(unknown > 0, torch.nan, highest)
@@ -150,7 +151,7 @@ class Shards(list[Tensor]):
 
 
 MeshGroups = tuple[str, ...]
-"""Names of the process groups over which a tensor is sharded; empty for a plain one."""
+"""Names of the process groups over which a tensor is sharded; empty for a plain tensor."""
 
 
 def _tensors() -> Any:

@@ -33,12 +33,12 @@ PEAKS: dict[str, float] = {
     "RTX 4090": 165.2e12,
     "MI300X": 1307e12,
 }
-"""Operations per second in bfloat16, dense and accumulated in float32, from the vendors' data sheets, by words of the
-name; the first match counts. MIG partitions and laptop devices have other rates, which are not listed."""
+"""Peak rates by words of the device name: dense bfloat16 operations per second with float32 accumulation, from the
+vendors' data sheets. The first match counts. MIG partitions and laptop devices have other rates and are not listed."""
 
 
 def peak_of(name: str) -> float | None:
-    """Return the peak of a device by its name, in operations per second; None where it is not listed."""
+    """Return the peak rate of a device in operations per second, by its name; None if it is not listed."""
     words = re.split(r"[\s\-_]+", name.upper())
     if "MIG" in words or "LAPTOP" in words:
         return None
@@ -46,23 +46,23 @@ def peak_of(name: str) -> float | None:
 
 
 def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keywords: Any) -> int:
-    """Return the floating-point operations of `model(*inputs, **keywords)`, with those of its backward.
+    """Return the number of floating-point operations of `model(*inputs, **keywords)` and its backward.
 
-    Matrix products, convolutions and attention are counted, a multiply-add as two operations: M x K times K x N are
-    2 * M * N * K. A copy of the model runs on torch's meta device, which has shapes and no values: model, modes,
-    buffers and random state do not change. Hooks do not run, and blocks of `checkpoint_activations` count once. A model
-    that needs values (`.item()`) or names a device raises its own error.
+    Counts matrix products, convolutions and attention; a multiply-add is two operations, so an (M, K) x (K, N) product
+    counts 2 * M * N * K. A copy of the model runs on torch's meta device, with shapes but without values: weights,
+    modes, buffers and random state do not change. Hooks do not run, and blocks of `checkpoint_activations` are counted
+    once. A model that reads values (`.item()`) or uses a fixed device raises its own error.
 
     Args:
         model: The model.
         *inputs: Its positional inputs.
-        backward: Whether the operations of the backward are added.
-        **keywords: Its inputs by keyword.
+        backward: Whether to add the operations of the backward.
+        **keywords: Its keyword inputs.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
     meta = torch.device("meta")
-    with rng_preserved(), torch.enable_grad(), meta:  # tensors that a forward makes without a device are on meta
+    with rng_preserved(), torch.enable_grad(), meta:  # a forward makes new tensors on meta by default
         twin = twin_on(model, meta)
         _release(twin)
         given, named = move(inputs, meta), move(keywords, meta)
@@ -75,14 +75,14 @@ def count_flops(model: nn.Module, *inputs: Any, backward: bool = True, **keyword
 
 
 def twin_on(model: nn.Module, device: torch.device | None) -> nn.Module:
-    """Return a copy of a model without hooks, on a device (None: on its own); on meta its values are not copied."""
+    """Return a copy of a model without hooks: an exact one for None, else on a device with uninitialized values."""
     model = uncompiled(model)
     known: dict[int, Any] = {}
     for module in model.modules():
         for name, value in vars(module).items():
             if "_hooks" in name and isinstance(value, dict):
                 known[id(value)] = OrderedDict()
-            elif isinstance(value, Tensor):  # for example a weight that a hook computes
+            elif isinstance(value, Tensor):  # for example a weight that a pre-forward hook computes
                 known[id(value)] = _copied(value, device)
     for tensor in (*model.parameters(), *model.buffers()):
         known[id(tensor)] = _copied(tensor, device)
@@ -90,7 +90,7 @@ def twin_on(model: nn.Module, device: torch.device | None) -> nn.Module:
 
 
 def _release(twin: nn.Module) -> None:
-    """Undo activation checkpointing, whose repeated operations are not the model's."""
+    """Undo activation checkpointing, so that repeated operations are not counted."""
     activations = sys.modules.get("trainwright.modules.activations")
     if activations is not None:
         activations.release_all(twin)

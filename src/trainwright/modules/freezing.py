@@ -1,4 +1,4 @@
-"""Freeze parts of a model: no gradients, and norm layers that stay in eval mode through `model.train()`."""
+"""`freeze` and `unfreeze` parts of a model: no gradients, and norm layers in eval mode even after `model.train()`."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ M = TypeVar("M", bound=nn.Module)
 
 @suggests
 def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "train"] = "eval") -> M:
-    """Stop training all parameters of `module`, or those that `pattern` selects; return the module.
+    """Freeze all parameters of `module`, or those that `pattern` selects; return the module.
 
-    Gradients of frozen parameters are set to None. A module without parameters is valid.
+    Sets `requires_grad` to False and gradients to None. A module without parameters is valid.
 
     Args:
         module: The module.
-        pattern: The name of a submodule (`"backbone.0"`) or a glob over the names of parameters (`"layer1.*"`).
-        norm: "eval" holds norm layers in eval mode until `unfreeze`, also after `model.train()`: those with running
-            statistics and no trained parameter, and those without parameters in a submodule that is now completely
-            frozen. "train" changes no mode: statistics are updated as before.
+        pattern: The name of a submodule (`"backbone.0"`), or a glob over parameter names (`"layer1.*"`).
+        norm: "eval" keeps norm layers with running statistics in eval mode until `unfreeze`, also after
+            `model.train()`: those without a trained parameter, and those without any parameter in a submodule that is
+            completely frozen. "train" changes no mode: statistics are updated as before.
 
     Raises:
-        SettingError: Where nothing has such a name.
+        SettingError: If nothing matches `pattern`.
     """
     _check_module("freeze", module)
     check_choice(norm, "freeze", "norm", choices=("eval", "train"), fix='freeze(..., norm="eval")')
     found = _find(module, pattern, f"freeze(..., {pattern!r})")
     for parameter in found.parameters.values():
         parameter.requires_grad_(False)
-        # An optimizer steps every parameter with a gradient: a remaining one would change the weight once more.
+        # An optimizer updates every parameter with a gradient: a remaining gradient would change the weight once more.
         parameter.grad = None
     layers = _without_training(module, found) if norm == "eval" else []
     for layer in layers:
@@ -50,18 +50,18 @@ def freeze(module: M, pattern: str | None = None, *, norm: Literal["eval", "trai
 
 @suggests
 def unfreeze(module: M, pattern: str | None = None) -> M:
-    """Train all parameters of `module` again, or those that `pattern` selects; return the module.
+    """Unfreeze all parameters of `module`, or those that `pattern` selects; return the module.
 
-    Norm layers that `freeze` holds in eval mode are released in a submodule of that name, where one of their parameters
-    is trained again, or, if they have none, one of the submodule around them. They get the mode of the module around
-    them, and `module` itself gets train mode.
+    Norm layers that `freeze` keeps in eval mode are released if they are in the submodule that `pattern` names, or if
+    one of their parameters is unfrozen; layers without parameters follow the module around them. A released layer gets
+    the mode of the module around it; `module` itself, if it is such a layer, gets train mode.
 
     Args:
         module: The module.
-        pattern: As in `freeze`. It may select a part of what was frozen.
+        pattern: As in `freeze`. It may select a part of the frozen parameters.
 
     Raises:
-        SettingError: Where nothing has such a name, and where all matches are integers, which have no gradient.
+        SettingError: If nothing matches `pattern`, or all matches are integers, which cannot have gradients.
     """
     _check_module("unfreeze", module)
     found = _find(module, pattern, f"unfreeze(..., {pattern!r})")
@@ -85,7 +85,7 @@ def unfreeze(module: M, pattern: str | None = None) -> M:
 
 
 def held(module: nn.Module) -> bool:
-    """Return whether `freeze` holds this layer in eval mode."""
+    """Return whether `freeze` keeps this layer in eval mode."""
     stays = vars(module).get("train")
     return isinstance(stays, partial) and stays.func is _stay
 
@@ -96,7 +96,7 @@ def has_running_statistics(module: nn.Module) -> bool:
 
 
 def layers_mixing_rows(model: nn.Module, loss: object = None) -> list[str]:
-    """Return the layers, by type and name, whose outputs or statistics for a row depend on other rows of its batch."""
+    """Return type and name of the layers whose outputs or statistics for a row depend on other rows of the batch."""
     roots = {"": model} | ({"loss": loss} if isinstance(loss, nn.Module) else {})
     found: list[str] = []
     for prefix, root in roots.items():
@@ -108,10 +108,10 @@ def layers_mixing_rows(model: nn.Module, loss: object = None) -> list[str]:
 
 
 def _stay(module: nn.Module, mode: bool = True) -> nn.Module:
-    """Replace the `train` of a layer: eval mode for any argument.
+    """Replace the method `train` of a layer: eval mode for any argument.
 
-    A `partial` among the layer's own attributes binds it, so that the `train` of any parent calls it, and copies and
-    pickles of the layer refer to themselves.
+    Bound by a `partial` in an instance attribute of the layer, so that the `train` of any parent calls it, and copies
+    and pickles of the layer refer to themselves.
     """
     type(module).train(module, False)
     return module
@@ -134,10 +134,10 @@ def _without_training(module: nn.Module, found: Found) -> list[nn.Module]:
 
 
 def _meant(module: nn.Module, found: Found) -> dict[nn.Module, list[nn.Parameter]]:
-    """Return the modules that a pattern selects, each with the parameters that decide about it.
+    """Return the modules that a pattern selects, each with the parameters that decide on its mode.
 
-    Those are its own, or for a module without any those of the nearest module around it with some. A module is
-    selected if it is in a submodule of that name, or if a parameter that decides about it matches.
+    These are its own parameters, or for a module without any, those of the nearest module around it that has some. A
+    module is selected if it is in the submodule that the pattern names, or if a parameter that decides on it matches.
     """
     named = set() if found.submodule is None else set(found.submodule.modules())
     matched, around = set(found.parameters.values()), _parents(module)
@@ -148,7 +148,7 @@ def _meant(module: nn.Module, found: Found) -> dict[nn.Module, list[nn.Parameter
 
 
 def _parents(module: nn.Module) -> dict[nn.Module, nn.Module]:
-    """Return, for each module inside, the first one that contains it."""
+    """Return the first parent of each module inside."""
     around: dict[nn.Module, nn.Module] = {}
     for parent in module.modules():
         for child in parent.children():

@@ -1,4 +1,4 @@
-"""Find parameters of a model by name or glob, and blocks by class."""
+"""Selection of parameters of a model by name or glob, and of blocks by class."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ class Found:
     """The matches of a pattern."""
 
     parameters: dict[str, nn.Parameter]
-    """By name; a tied parameter once, under its first matching name."""
+    """By name; a tied parameter appears once, under its first matching name."""
     submodule: nn.Module | None
-    """The submodule of that name; None where the pattern is a glob over parameters."""
+    """The submodule that the pattern names; None for a glob over parameters."""
 
 
 def find(module: nn.Module, pattern: str | None, setting: str) -> Found:
-    """Return the parameters that `pattern` selects: all for None, else those of a submodule, or matches of a glob.
+    """Return the parameters that `pattern` selects: all for None, those of a submodule, or the matches of a glob.
 
-    `*` in a glob matches dots too. SettingError, whose text starts with `setting`, where there is no match.
+    `*` in a glob also matches dots. SettingError if there is no match; `setting`: the start of its message.
     """
     named = dict(module.named_parameters(remove_duplicate=False))
     if pattern is None:
@@ -59,14 +59,14 @@ def _once(named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
 
 
 REPEATED = 3
-"""The number of instances from which a class is a repeated block."""
+"""The fewest modules of a class for it to be a repeated block."""
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:
-    """Return the modules of repeated classes, none inside another; none where the model repeats no class.
+    """Return the outermost modules of repeated classes; empty if the model repeats no class.
 
-    A repeated class is one of modules with modules inside, containers apart, that the model has three times or more.
+    A repeated class has submodules, is no container, and has at least three modules in the model.
     """
     counted = Counter(type(module) for module in model.modules() if any(True for _ in module.children()))
     classes = tuple(one for one, n in counted.items() if n >= REPEATED and not issubclass(one, _CONTAINERS))
@@ -75,7 +75,7 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[nn.Module]:
-    """Return the modules of these classes, none inside another; a module that is used twice once."""
+    """Return the outermost modules of these classes; a module that is used twice appears once."""
     if isinstance(module, classes):
         return [module]
     found = [inner for child in module.children() for inner in outermost(child, classes)]
@@ -83,15 +83,15 @@ def outermost(module: nn.Module, classes: tuple[type[nn.Module], ...]) -> list[n
 
 
 Blocks = type[nn.Module] | Collection[type[nn.Module]]
-"""A class of modules, or several."""
+"""One or several classes of modules."""
 _LISTS = (nn.ModuleList, nn.ModuleDict)
 
 
 def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str, nn.Module]:
-    """Return the modules of these classes in a model by name, in their order, none inside another.
+    """Return the outermost modules of these classes in a model, by name and in order.
 
-    None selects the classes with modules inside, containers apart, that the model has three times or more. `call` is
-    the function that errors name. SettingError for a class without a module, or one without a forward.
+    None selects the repeated classes (`repeated_blocks`). `call`: the function that errors name. SettingError for a
+    class without a module in the model, or without a forward.
     """
     if blocks is None:
         found = repeated_blocks(model)
@@ -113,9 +113,9 @@ def find_blocks(model: nn.Module, blocks: Blocks | None, call: str) -> dict[str,
 def module_classes(
     given: Any, written: Callable[[str], str], *, want: str = "a class of modules, or several", empty: bool = False
 ) -> tuple[type[nn.Module], ...]:
-    """Return classes of modules, given as one or as several; SettingError for anything else.
+    """Return one or several classes of modules as a tuple; SettingError for anything else.
 
-    `written` returns the setting as code, for a value as text. `empty`: whether there may be none.
+    `written`: returns the setting as code, given its value as text. `empty`: whether an empty collection is valid.
     """
     several = isinstance(given, Collection) and not isinstance(given, str | nn.Module)
     classes: tuple[Any, ...] = tuple(given) if several else (given,)
@@ -129,7 +129,7 @@ def module_classes(
 
 
 def described(found: dict[str, nn.Module]) -> str:
-    """Return the number of blocks of each class: "6 Block"."""
+    """Return the number of blocks of each class as text, such as "6 Block"."""
     counted = Counter(type(module).__name__ for module in found.values())
     return " and ".join(f"{n} {name}" for name, n in counted.items())
 

@@ -1,4 +1,4 @@
-"""Train and eval mode of modules: contexts that restore them, and the switch to train mode at the start of `fit`."""
+"""Train and eval mode of modules: context managers that restore modes, and the switch to train mode in `fit`."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from trainwright.modules.dtensors import reshard
 from trainwright.modules.freezing import has_running_statistics, held
 
 Modes = list[tuple[nn.Module, bool]]
-"""The modules inside a root, the root first, each with its mode."""
+"""The modules inside a root with their modes; the root comes first."""
 _TRAIN, _EVAL, _SETATTR = nn.Module.train, nn.Module.eval, nn.Module.__setattr__
 
 
 @contextmanager
 def training_mode(module: nn.Module, train: bool) -> Iterator[None]:
-    """Set train or eval mode inside a `with` block; each module has its own mode again afterwards, also on an error.
+    """Context manager that sets train or eval mode; restores the mode of each module at the end, also on an error.
 
-    Layers that `freeze` holds in eval mode stay there.
+    Layers that `freeze` keeps in eval mode stay in it.
 
     Args:
         module: The module.
@@ -42,8 +42,8 @@ def training_mode(module: nn.Module, train: bool) -> Iterator[None]:
         _restore_modes(modes)
 
 
-class evaluating:  # named as torch's no_grad; a class, since every evaluation enters it
-    """A context of eval mode; afterwards every module has its own mode again."""
+class evaluating:  # lower case as torch's no_grad; a class, since every evaluation enters it: cheaper than a generator
+    """Context manager that sets eval mode; restores the mode of each module at the end."""
 
     __slots__ = ("_modes", "_roots")
 
@@ -64,13 +64,12 @@ class evaluating:  # named as torch's no_grad; a class, since every evaluation e
             _restore_modes(modes)
 
 
-class untouched:  # a class, as the one before
-    """A context that restores the state that a pass without training may change.
+class untouched:  # a class for the same reason
+    """Context manager that restores the state that a pass without training may change.
 
-    It restores gradients, `requires_grad`, running statistics, and the tensors of modules that override `train`: these
-    may change with the mode, as merged LoRA weights do, and switching back may round them. Gradients are None inside,
-    so that a `backward` does not add to them; with `shows_gradients` they can be read. A sharded model is resharded
-    before and after.
+    Restores gradients, `requires_grad`, running statistics, and the tensors of modules that override `train`: those may
+    change with the mode, as merged LoRA weights do, with rounding. Gradients are None inside, so that a `backward` does
+    not add to them, unless `shows_gradients`. A sharded model is resharded before and after.
     """
 
     __slots__ = ("_modules", "_parameters", "_roots", "_shows_gradients", "_tensors", "_values", "_versions")
@@ -108,7 +107,7 @@ class untouched:  # a class, as the one before
 
 @contextmanager
 def untrained(*roots: nn.Module) -> Iterator[None]:
-    """Eval mode and no parameter that requires a gradient inside; both restored afterwards."""
+    """Context manager that sets eval mode and `requires_grad=False`; both are restored at the end."""
     parameters = [(p, p.requires_grad) for root in roots for p in root.parameters()]
     with evaluating(*roots):
         for parameter, _ in parameters:
@@ -121,10 +120,10 @@ def untrained(*roots: nn.Module) -> Iterator[None]:
 
 
 def wake(model: nn.Module) -> list[str]:
-    """Switch a model all of whose modules are in eval mode to train mode; return the names of those switched.
+    """Switch a model to train mode if all of its modules are in eval mode; return the names of the switched modules.
 
-    A module that has parameters none of which requires a gradient stays in eval mode, with all modules inside it, and
-    so do layers that `freeze` holds there. A model with any module in train mode is left as it is.
+    Modules whose parameters are all frozen stay in eval mode with all modules inside them, as do layers that `freeze`
+    keeps in eval mode. No-op for a model with any module in train mode.
     """
     return [] if any(module.training for module in model.modules()) else _wake_trained(model)
 
@@ -141,14 +140,14 @@ def _wake_trained(model: nn.Module) -> list[str]:
 
 
 def running_statistics(model: nn.Module) -> list[Tensor]:
-    """Return the buffers that a forward in train mode changes: running mean, variance and count of norm layers."""
+    """Return the running statistics of norm layers (mean, variance, count), which a forward in train mode changes."""
     return [
         buffer for module in inside(model) if has_running_statistics(module) for buffer in module.buffers(recurse=False)
     ]
 
 
 def _switch_to_eval(modes: Modes) -> None:
-    """Call `eval` of the root where a module overrides the change of its mode; else set the mode of each module."""
+    """Set eval mode: by `eval` of the root if any module overrides `train` or `eval`, else module by module."""
     for module, _ in modes:
         if type(module).train is not _TRAIN or type(module).eval is not _EVAL or "train" in module.__dict__:
             modes[0][0].eval()
@@ -159,7 +158,7 @@ def _switch_to_eval(modes: Modes) -> None:
 def _restore_modes(modes: Modes) -> None:
     if any(type(module).train is not _TRAIN for module, _ in modes):
         root, training = modes[0]
-        root.train(training)  # an overridden `train` may do more than set the mode: merge LoRA weights
+        root.train(training)  # an overridden `train` may do more than set the mode, such as merge LoRA weights
     _set_modes([(module, training and not held(module)) for module, training in modes])
 
 
@@ -168,13 +167,13 @@ def _set_modes(modes: Modes) -> None:
         if module.training is training:
             continue
         if type(module).__setattr__ is _SETATTR:
-            object.__setattr__(module, "training", training)  # nn.Module's own searches for a parameter of that name
+            object.__setattr__(module, "training", training)  # faster: nn.Module's looks for a parameter of that name
         else:
             module.training = training
 
 
 def _changed_by_a_pass(module: nn.Module) -> list[Tensor]:
-    """Return the tensors of a module itself that a forward, or a change of its mode, may change."""
+    """Return the tensors of a module itself that a forward or a change of its mode may change."""
     if type(module).train is not _TRAIN:
         return _changed_by_mode(module)
     if buffer_dict(module) and has_running_statistics(module):

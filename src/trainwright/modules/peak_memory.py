@@ -1,4 +1,4 @@
-"""Peak memory of a piece of work: by the allocator on a CUDA device, else by counting live storages."""
+"""Peak memory of a block of code: by the allocator on a CUDA device, else by a count of live storages."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ T = TypeVar("T")
 
 
 class AllocatorPeaks:
-    """The peak of torch's allocator on a CUDA device. Not run on a GPU yet."""
+    """Peak memory by torch's allocator on a CUDA device. Not run on a GPU yet."""
 
     what = "torch.cuda.max_memory_allocated"
     refuses = True
-    """Whether the device raises an out-of-memory error in time; if not, the caller must stay within a budget."""
+    """Whether the device raises an out-of-memory error in time; otherwise the caller must stay within a budget."""
 
     def __init__(self, device: torch.device, known: Iterable[Tensor] = ()) -> None:
         self._device, self.peak = device, 0
-        """The device, and the peak in bytes of the last context, memory from before it included."""
+        """`peak`: the peak in bytes of the last `watching`, including memory from before it."""
 
     def left(self) -> int | None:
-        """Return the bytes that are free for this process, plus those of present tensors."""
+        """Return the free bytes for this process plus those of existing tensors."""
         release_memory(self._device)
         return available_memory(self._device) + int(torch.cuda.memory_allocated(self._device))
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Measure inside."""
+        """Measure the peak inside the block."""
         release_memory(self._device)
         torch.cuda.reset_peak_memory_stats(self._device)
         try:
@@ -48,7 +48,7 @@ class AllocatorPeaks:
 
 
 class TensorPeaks:
-    """The peak of the bytes of live tensors, those of `known` included.
+    """Peak memory as the bytes of live tensors, including those of `known`.
 
     Workspaces of kernels and memory outside of tensors are not counted.
     """
@@ -61,13 +61,13 @@ class TensorPeaks:
         self._known = list({storage_id(tensor.untyped_storage()): tensor for tensor in known}.values())
 
     def left(self) -> int | None:
-        """Return half of the free memory of the system and of the control group on a CPU; None on other devices."""
+        """Return half of the free memory of system and cgroup plus the `known` tensors, on a CPU; else None."""
         free = _free_on_the_host() if self._device.type == "cpu" else None
         return None if free is None else free // 2 + self._before
 
     @contextmanager
     def watching(self) -> Iterator[None]:
-        """Measure inside."""
+        """Measure the peak inside the block."""
         release_memory(self._device)
         living = LiveTensors(self._known)
         try:
@@ -84,16 +84,16 @@ class TensorPeaks:
 Peaks = AllocatorPeaks | TensorPeaks
 
 PEAKS: dict[str, Callable[[torch.device, Iterable[Tensor]], Peaks]] = {"cuda": AllocatorPeaks}
-"""The class that measures, by device type; TensorPeaks for others."""
+"""The class that measures, by device type; TensorPeaks for all others."""
 
 
 def peaks_of(device: torch.device, known: Iterable[Tensor]) -> Peaks:
-    """Return the object that measures on a device; `known`: tensors that exist already."""
+    """Return the object that measures on a device; `known`: tensors that already exist."""
     return PEAKS.get(device.type, TensorPeaks)(device, known)
 
 
 def _free_on_the_host() -> int | None:
-    """Return the bytes that are free without swapping, in the machine and in the control group; None but on Linux."""
+    """Return the bytes available without swapping in machine and cgroup; None except on Linux."""
     if sys.platform != "linux":
         return None
     meminfo = Path("/proc/meminfo").read_text(encoding="ascii")
@@ -112,30 +112,30 @@ def _number(path: str) -> int | None:
 
 
 class LiveTensors(TorchDispatchMode):
-    """A context that counts the bytes of the storages that operations allocate, until their release.
+    """Context manager that counts the bytes of live storages that operations inside it have allocated.
 
-    Views of a storage count once. On the meta device too, storages have a size. `known`: tensors that exist already
-    and do not count. `maker` returns the owner of a storage that is allocated now, for `by`.
+    Views of one storage are counted once. Works on the meta device too, where storages have a size. `known`: existing
+    tensors, which are not counted. `maker`: returns the key in `by` for a new storage.
     """
 
     def __init__(self, known: Iterable[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.maker: Callable[[], Any] = lambda: None
         self.now = 0
-        """Bytes alive."""
+        """Live bytes."""
         self.peak = 0
         """The maximum of `now`."""
         self.by: dict[Any, int] = {}
-        """Bytes alive, by maker."""
+        """Live bytes, by maker."""
         self._alive: dict[int, tuple[int, Any]] = {}
-        # References, since a freed address could become that of another storage.
+        # References are kept, since the address of a freed storage may be reused.
         self._known = [tensor.untyped_storage() for tensor in known]
         self._addresses = {storage_id(storage) for storage in self._known}
 
     def __torch_dispatch__(
         self, func: Callable[..., T], types: object, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
     ) -> T:
-        """Run an operation, and count the storages of its results."""
+        """Run an operation and count the storages of its results."""
         output = func(*args, **(kwargs or {}))
         for tensor in tensors_in(output):
             for piece in _pieces(tensor):
@@ -161,7 +161,7 @@ class LiveTensors(TorchDispatchMode):
 
 
 def _pieces(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return the dense tensors of a tensor: itself, or the indices and values of a sparse one."""
+    """Return the dense tensors inside a tensor: the tensor itself, or indices and values of a sparse one."""
     if tensor.layout is torch.sparse_coo:
         return sparse_parts(tensor)
     return (tensor,)

@@ -1,4 +1,4 @@
-"""Grad mode and autocast around a call: what a run or an evaluation must not inherit from the code that calls it."""
+"""Isolation of a run or an evaluation from grad mode and autocast of the calling code."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import torch
 
 @contextmanager
 def reset_grad_and_autocast(device_type: str) -> Iterator[None]:
-    """Enable gradients and disable every autocast around `fit`, which may be called in a step, a probe or `no_grad`."""
-    # `inference_mode(False)` sets more than its name says, so that it is entered only inside of inference mode.
+    """Enable gradients and disable autocast around `fit`, which may be called in a step, a probe or `no_grad`."""
+    # `inference_mode(False)` also changes other state, so it is entered inside of inference mode only.
     inferring = torch.inference_mode(mode=False) if torch.is_inference_mode_enabled() else nullcontext()
     autocast = _autocast_off(device_type, shares_cache=False) if _depth() else nullcontext()
     with inferring, torch.enable_grad(), autocast:
@@ -19,17 +19,17 @@ def reset_grad_and_autocast(device_type: str) -> Iterator[None]:
 
 
 def beside_training(device_type: str) -> AbstractContextManager[None]:
-    """Return a context without autocast for a pass without a trace, which may run inside a step under autocast."""
+    """Return a context without autocast, for a traceless pass, which may run inside a step under autocast."""
     return _autocast_off(device_type, shares_cache=True) if _depth() else nullcontext()
 
 
 @contextmanager
 def _autocast_off(device_type: str, *, shares_cache: bool) -> Iterator[None]:
-    """Disable the autocast around a call, and shield the call from its cache of casted weights.
+    """Disable an outer autocast inside the block, and its cache of cast weights.
 
-    Autocast drops its casts of weights only when the outermost context is left, so that a trainer inside of one would
-    read casts of weights that have changed since. With `shares_cache` the cache is left as it is and not used inside:
-    a step under way continues with its casts. Otherwise the cache is dropped, and each step inside has its own.
+    Autocast drops cached weights only at the end of the outermost context, so a trainer inside of one would read casts
+    of weights that have changed since. With `shares_cache` the cache is kept but not used inside, so that the outer
+    step continues with its casts. Otherwise the cache is dropped, and each step inside has its own.
     """
     enabled = {kind: torch.is_autocast_enabled(kind) for kind in {device_type, "cpu"}}
     caching = torch.is_autocast_cache_enabled()
@@ -50,7 +50,7 @@ def _autocast_off(device_type: str, *, shares_cache: bool) -> Iterator[None]:
 
 
 def _depth() -> int:
-    """Return the number of autocast contexts around the call."""
+    """Return the number of active autocast contexts."""
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
     return depth

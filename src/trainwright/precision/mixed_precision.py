@@ -1,4 +1,4 @@
-"""Mixed precision: autocast around the step, a dynamic loss scale for fp16, TF32 for float32 matrix products."""
+"""Mixed precision: autocast around steps, a dynamic loss scale for fp16, TF32 for float32 matrix products."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ KINDS = {"bf16": torch.bfloat16, "fp16": torch.float16, "tf32": None}
 @suggests
 @dataclass(frozen=True, slots=True)
 class MixedPrecision(Precision):
-    """Run the steps under torch's autocast; with "fp16" scale the loss so that small gradients survive.
+    """Runs steps under torch's autocast; with "fp16" it also scales the loss, so that small gradients do not underflow.
 
-    The scale follows torch's GradScaler.
+    The loss scale is adapted as by torch's GradScaler.
 
     Args:
-        kind: "bf16", "fp16" or "tf32". "tf32" sets torch's float32 matmul precision to "high" while it is in use; it
-            has no effect on a CPU.
-        init_scale: The first loss scale.
-        growth_factor: The factor after `growth_interval` updates in a row without an overflow.
-        backoff_factor: The factor after an update whose gradient overflowed, which is skipped.
-        growth_interval: Updates without an overflow before the scale grows.
-        min_scale: The smallest scale. An overflow there is a non-finite gradient like any other.
+        kind: "bf16", "fp16" or "tf32". "tf32" sets torch's float32 matmul precision to "high" during runs and
+            evaluations, without autocast; it has no effect on a CPU.
+        init_scale: The initial loss scale.
+        growth_factor: The factor of the scale after `growth_interval` consecutive updates without an overflow.
+        backoff_factor: The factor of the scale after an update with an overflow, which is skipped.
+        growth_interval: The number of consecutive updates without an overflow before the scale grows.
+        min_scale: The smallest scale. An overflow at this scale counts as a non-finite gradient.
     """
 
     kind: str
@@ -60,29 +60,29 @@ class MixedPrecision(Precision):
         return self.kind
 
     def autocast(self, device_type: str) -> AbstractContextManager[Any] | None:
-        """Return torch's autocast for this device; None for "tf32"."""
+        """Return torch's autocast for a device type; None for "tf32"."""
         dtype = KINDS[self.kind]
         return None if dtype is None else torch.autocast(device_type, dtype)
 
     def loss_scale(self, device_type: str) -> LossScaler | None:
-        """Return a new loss scale for "fp16", None for the others."""
+        """Return a new loss scale for "fp16"; None for other kinds."""
         return LossScaler(self) if self.kind == "fp16" else None
 
     def switches(self) -> AbstractContextManager[None]:
-        """Return a context that sets torch's float32 matmul precision for "tf32"; a no-op for other kinds."""
+        """Return a context that sets torch's float32 matmul precision for "tf32"; for other kinds, a no-op."""
         return _tf32() if self.kind == "tf32" else nullcontext()
 
 
 @contextmanager
 def _tf32() -> Iterator[None]:
-    """Set torch's float32 matmul precision to "high" inside; restore it afterwards."""
+    """Set torch's float32 matmul precision to "high" inside the block; restore it at the end."""
     before, backends = matmul_precision() or "highest", matmul_precisions()
     with unwarned():
         torch.set_float32_matmul_precision("high")
     try:
         yield
     finally:
-        # Torch's setter also sets each backend's own precision, and cannot set "none" again.
+        # Torch's setter also sets the precision of each backend, which is restored here: it cannot set "none".
         with unwarned():
             torch.set_float32_matmul_precision(before)
         for backend, precision in backends:
@@ -90,7 +90,7 @@ def _tf32() -> Iterator[None]:
 
 
 def matmul_precision() -> str | None:
-    """Return the process's float32 matmul precision; None where backends were set one by one."""
+    """Return the process-wide float32 matmul precision; None if backends were set separately."""
     try:
         with unwarned():
             return torch.get_float32_matmul_precision()
@@ -99,20 +99,20 @@ def matmul_precision() -> str | None:
 
 
 def matmul_precisions() -> list[tuple[Any, str]]:
-    """Return the backends with a float32 precision of their own for matrix products (torch 2.9 on), with it."""
+    """Return pairs of a backend and its float32 precision of matrix products; empty before torch 2.9."""
     return with_precision(torch.backends.cuda.matmul, getattr(torch.backends.mkldnn, "matmul", None))
 
 
 def with_precision(*backends: Any) -> list[tuple[Any, str]]:
-    """Return those of the backends that have a float32 precision of their own, with it."""
+    """Return pairs of a backend and its float32 precision, for the backends that have this setting."""
     return [(backend, backend.fp32_precision) for backend in backends if hasattr(backend, "fp32_precision")]
 
 
 @contextmanager
 def unwarned() -> Iterator[None]:
-    """Suppress the warnings of torch's older switches for float32 products, the only ones that all versions have.
+    """Suppress the deprecation warnings of torch's older float32 matmul switches, which exist in all versions.
 
-    Torch 2.9 and some later versions warn when these are read or set.
+    Torch 2.9 and some later versions warn when they are read or set.
     """
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Please use the new API settings to control TF32")
@@ -120,10 +120,10 @@ def unwarned() -> Iterator[None]:
 
 
 class LossScaler(LossScale):
-    """A dynamic loss scale, adapted once per update by the rules of torch's GradScaler, with the same values.
+    """A dynamic loss scale, adapted once per update as by torch's GradScaler, with the same values.
 
     Args:
-        settings: The factors, as `MixedPrecision("fp16", ...)`.
+        settings: The factors, as a `MixedPrecision("fp16", ...)`. None: the defaults.
     """
 
     def __init__(self, settings: MixedPrecision | None = None) -> None:
@@ -131,17 +131,17 @@ class LossScaler(LossScale):
             fix = 'LossScaler(MixedPrecision("fp16", init_scale=2.0**16))'
             raise TypeError(message(f"LossScaler({settings!r})", want="a MixedPrecision, or nothing", fix=fix))
         self.settings = settings or MixedPrecision("fp16")
-        """The settings by which it is adapted."""
+        """The factors by which the scale is adapted."""
         self.value = _single(self.settings.init_scale)
         self._good = 0
 
     @property
     def scale(self) -> float:
-        """The factor of every `grad_tensor` of `backward`."""
+        """The factor of the gradients of `backward`."""
         return self.value
 
     def adapt(self, overflowed: bool) -> None:
-        """Lower the scale after an overflow; raise it after `growth_interval` updates in a row without one."""
+        """Lower the scale after an overflow; raise it after `growth_interval` consecutive updates without one."""
         if overflowed:
             self.value = max(_single(self.value * self.settings.backoff_factor), self.settings.min_scale)
             self._good = 0
@@ -154,15 +154,15 @@ class LossScaler(LossScale):
 
     @property
     def at_floor(self) -> bool:
-        """Whether the scale cannot be lowered any more."""
+        """Whether the scale cannot be lowered further."""
         return self.value <= self.settings.min_scale
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scale and count of updates without an overflow."""
+        """Return the scale and the number of consecutive updates without an overflow."""
         return {"scale": self.value, "good": self._good}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load a saved scale."""
+        """Load a saved scale; FormError for an invalid state."""
         check_form(tree, scale=lambda value: is_amount(value) and value != 0, good=is_count)
         self.value, self._good = float(tree["scale"]), int(tree["good"])
 
@@ -173,7 +173,7 @@ def _single(value: float) -> float:
 
 
 def as_precision(setting: str | Precision | None, device: torch.device) -> Precision | None:
-    """Check `precision=`; "auto" is bf16 where the accelerator computes it natively, else None, and None on a CPU."""
+    """Return the precision of `precision=`. "auto": bf16 on CUDA devices with native support, else None."""
     if setting is None:
         return None
     if setting == "auto":
@@ -197,7 +197,7 @@ def _unknown(kind: object) -> SettingError:
 
 
 def check_weights(scale: LossScale | None, parameters: list[Tensor]) -> None:
-    """Refuse loss scaling for weights that are fp16 themselves: their gradients cannot be unscaled."""
+    """Raise SettingError for loss scaling with float16 weights, whose gradients cannot be unscaled."""
     if scale is not None and any(p.dtype == torch.float16 for p in parameters):
         raise SettingError(
             "precision='fp16' with float16 weights: their gradients cannot be unscaled",

@@ -1,4 +1,4 @@
-"""`BoundSchedule`: a schedule bound to an optimizer and a plan; it writes to the parameter groups before an update."""
+"""`BoundSchedule`: a schedule bound to an optimizer and a plan, which sets rates in parameter groups before updates."""
 
 from __future__ import annotations
 
@@ -17,48 +17,48 @@ if TYPE_CHECKING:
     from trainwright.protocols import Tree
 
 Base = dict[str, Any]
-"""The settings of a parameter group before the schedule: plain numbers, flags and tuples of them."""
+"""The settings of a parameter group before the schedule: numbers, flags, strings, and tuples of them."""
 _NUMBERS = ("lr", "initial_lr", "momentum")
 
 
 class BoundSchedule:
     """A schedule bound to one optimizer and one plan.
 
-    A subclass has `apply`, and overrides of the others what it needs: `TableSchedule` (torch's schedulers) and
-    `SteppedSchedule` (Plateau, TorchSchedule) do.
+    Subclasses implement `apply` and override other methods as needed. Examples: `TableSchedule` (torch's schedulers)
+    and `SteppedSchedule` (Plateau, TorchSchedule).
     """
 
     monitor: str | None = None
-    """The number of a validation that `observe` reads; None where it reads none."""
+    """The number that `observe` reads from validations; None if it reads none."""
     follows_epochs = False
-    """Whether rates change where an epoch ends: `replan` is then called where an epoch has another length."""
+    """Whether rates change at ends of epochs, so that `replan` is called if an epoch has another length."""
 
     def apply(self, updates: int) -> None:
-        """Set the rates of the update that follows `updates` applied ones."""
+        """Set the rates of the next update, after `updates` applied ones."""
         raise NotImplementedError
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Called after each validation, or after each epoch without one; for schedules by validations."""
+        """Called after each validation, or after each epoch without one. No-op here."""
 
     def epoch_ended(self) -> None:
-        """Called after each epoch; for schedules that are stepped by epochs."""
+        """Called after each epoch. No-op here."""
 
     def replan(self, plan: Plan) -> None:
-        """Follow another plan of the same run: epochs had other lengths. For schedules with tables."""
+        """Use another plan of the same run, after epochs had other lengths. No-op here."""
 
     def restore_groups(self) -> None:
-        """Give the parameter groups the values that they had before the schedule, for the next `fit`."""
+        """Restore the values of the parameter groups from before the schedule, for the next `fit`. No-op here."""
 
     def state_dict(self) -> Tree:
-        """The state as plain data: nothing here."""
+        """Return the state as plain data; empty here."""
         return {}
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Load a state; return a sentence for the user where settings differ from those saved."""
+        """Load a state; return a line of text for the user if settings differ from the saved ones. No-op here."""
 
 
 def bind_schedules(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Plan) -> dict[str, BoundSchedule]:
-    """Bind a schedule, or one for each of several optimizers by name; an empty dict where there is none."""
+    """Bind a schedule to each optimizer, or a dict of schedules by optimizer name; return them by name."""
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
     bound = {name: given.bind(optimizers[name], plan) for name, given in schedules.items() if given is not None}
     for name, made in bound.items():
@@ -72,26 +72,26 @@ def bind_schedules(schedule: Any, optimizers: Mapping[str, Optimizer], plan: Pla
 
 
 class GroupSchedule(BoundSchedule):
-    """A schedule that writes to parameter groups: the common part of tables and stepped schedulers."""
+    """Base class of schedules that write to parameter groups: tables and stepped schedulers."""
 
     def __init__(self, text: str, optimizer: Optimizer, *, total: int | None = None) -> None:
         self._text, self._optimizer = text, optimizer
         self._total = total
-        """Updates, or other steps, that the schedule was planned for; None where it depends on no total."""
+        """The planned number of updates or other steps; None if the schedule does not depend on it."""
         self._groups: list[ScheduledGroup] = []
         self._add_groups()
 
     def restore_groups(self) -> None:
-        """Give each group the values that it had before the schedule; a value set by hand since stays."""
+        """Restore the values of each group from before the schedule, except values set by hand since then."""
         for scheduled, group in zip(self._groups, self._optimizer.param_groups, strict=False):
             scheduled.restore(group)
 
     def state_dict(self) -> Tree:
-        """The settings as text, the total, and the settings of the groups before the schedule."""
+        """Return the settings as text, the total, and the settings of the groups before the schedule."""
         return {"schedule": self._text, "total": self._total, "base": [dict(group.base) for group in self._groups]}
 
     def _load(self, tree: Tree, **forms: Callable[[object], bool]) -> str | None:
-        """Check a state and load the groups' settings; return a sentence where schedule or total are others."""
+        """Check a state and load the settings of the groups; return a line if schedule or total have changed."""
         forms |= {"schedule": is_text, "total": is_none_or(is_count), "base": are_settings}
         if isinstance(tree, Mapping) and set(tree) != set(forms):
             raise CheckpointError(
@@ -119,7 +119,7 @@ class GroupSchedule(BoundSchedule):
         return "; ".join(news) or None
 
     def _add_groups(self) -> None:
-        """Add the groups that were added to the optimizer; SettingError where some were removed."""
+        """Add groups that were added to the optimizer; SettingError if any was removed."""
         groups = self._optimizer.param_groups
         if len(groups) < len(self._groups):
             raise SettingError(
@@ -133,7 +133,7 @@ class GroupSchedule(BoundSchedule):
 
 
 class ScheduledGroup:
-    """A parameter group that a schedule writes to. A value that anybody else has written since is an error."""
+    """A parameter group that a schedule writes to. A value that other code has written since then is an error."""
 
     __slots__ = ("base", "group", "index", "keys", "written")
 
@@ -144,14 +144,14 @@ class ScheduledGroup:
         self.begin(_settings_of(group), group)
 
     def begin(self, base: Base, group: dict[str, Any]) -> None:
-        """Schedule from these settings on; the group may have other values by now, if both were loaded."""
+        """Start from these settings; the current values of the group may differ, if both were loaded."""
         self.base, self.group = base, group
         self.written: dict[str, Any] = {key: _mark(group[key]) for key in ("lr", "momentum", "betas") if key in group}
-        """The last known values: any other was set by hand. A key is missing if its value is to be accepted."""
+        """The last known values; any other value was set by hand. Without a key, any value is accepted."""
 
     def write(self, group: dict[str, Any], key: str, value: Any) -> None:
-        """Set a value, a tensor in place; SettingError where another was set by hand since."""
-        if group is not self.group:  # Optimizer.load_state_dict replaces the dicts of groups: their values were loaded
+        """Set a value, a tensor in place; SettingError if the current value was set by hand."""
+        if group is not self.group:  # replaced by `Optimizer.load_state_dict`: its values were loaded
             self.group = group
             self.written.clear()
         if not self._is_own(group, key):
@@ -163,13 +163,13 @@ class ScheduledGroup:
         self.written[key] = _mark(group[key])
 
     def restore(self, group: dict[str, Any]) -> None:
-        """Set the values that the group had before the schedule, except for those that were set by hand since."""
+        """Restore the values from before the schedule, except values set by hand since then."""
         for key in self.keys:
             if group is not self.group or self._is_own(group, key):
                 self.write(group, key, self.base[key])
 
     def _is_own(self, group: dict[str, Any], key: str) -> bool:
-        """Whether the value of a key is the last known one, or was loaded."""
+        """Return whether the value of a key is the last known one, or was loaded."""
         return key not in self.written or self.written[key] == _mark(group[key])
 
     def _set_by_hand(self, key: str, held: Any) -> SettingError:
@@ -183,12 +183,12 @@ class ScheduledGroup:
 
 
 def group_name(index: int, group: Mapping[str, Any]) -> str:
-    """`group 1`, with its name where it has one."""
+    """Return a text such as `group 1`, with the name of the group if it has one."""
     return f"group {index} ({group['name']!r})" if "name" in group else f"group {index}"
 
 
 def are_settings(value: object) -> bool:
-    """Whether a value is a list of settings of groups, with numbers for the keys that schedules read."""
+    """Return whether a value is a list of group settings with valid numbers for the keys that schedules read."""
     return isinstance(value, list) and all(isinstance(base, Mapping) and _are_amounts(base) for base in value)
 
 
@@ -200,14 +200,14 @@ def _are_amounts(base: Mapping[str, Any]) -> bool:
 
 
 def _settings_of(group: Mapping[str, Any]) -> Base:
-    """The plain settings of a group; those that schedules read are numbers, never tensors."""
+    """Return the plain settings of a group; those that schedules read are converted from tensors to numbers."""
     base = {key: value for key, value in group.items() if isinstance(value, bool | int | float | str | None | tuple)}
     base |= {key: float(group[key]) for key in _NUMBERS if key in group}
     return base | {"betas": tuple(map(float, group["betas"]))} if "betas" in group else base
 
 
 def _mark(value: Any) -> Any:
-    """Return a number itself; of a tensor, whose value may be on a device, its identity and version."""
+    """Return a number itself; for a tensor, its identity and version, to avoid a read from the device."""
     return (id(value), version_of(value)) if isinstance(value, Tensor) else value
 
 

@@ -1,7 +1,7 @@
-"""Lengths in schedules: `Updates(500)`, `Epochs(1)` or a fraction of the run, and the updates that they are in a plan.
+"""Lengths of schedules: `Updates(500)`, `Epochs(1)` or a fraction of the run, converted to updates by a plan.
 
-Values that are computed from the lengths of epochs are recorded in the plan (`plan.add_dependency`), so that they can
-be computed again if an epoch has another length.
+Values computed from the lengths of epochs are recorded in the plan (`plan.add_dependency`), so that they can be
+recomputed if an epoch has another length.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Length = Updates | Epochs | float
 
 
 def check_length(value: object, written: str, *, least: float | None = None) -> None:
-    """Refuse a value that is no length; `written` is the setting as code, with `{}` in place of the value.
+    """Raise SettingError for a value that is no length. `written`: the setting as code, with `{}` for the value.
 
-    A fraction must be above 0; with `least=0` it may be 0 as well.
+    A fraction must be above 0; with `least=0` it may also be 0.
     """
     if isinstance(value, Updates | Epochs):
         return
@@ -41,12 +41,12 @@ def check_length(value: object, written: str, *, least: float | None = None) -> 
 
 
 def warmup_updates(warmup: Length | None, plan: Plan, owner: str) -> int:
-    """Updates of the warm-up in this plan; 0 without one."""
+    """Return the number of updates of the warm-up in this plan; 0 without a warm-up."""
     return 0 if warmup is None else plan.in_updates(warmup, f"{owner}(warmup=)")
 
 
 def rest_after(plan: Plan, warmup: int, owner: str) -> int:
-    """Updates that the warm-up leaves of the run."""
+    """Return the number of updates after the warm-up; SettingError if there are none."""
     total = plan.horizon(owner)
     if warmup >= total:
         raise SettingError(
@@ -59,9 +59,9 @@ def rest_after(plan: Plan, warmup: int, owner: str) -> int:
 
 
 def end_of(length: Length, plan: Plan, *, start: int, asked_by: str) -> int:
-    """The update at which a length ends that begins at update `start`.
+    """Return the update at which a length ends that starts at update `start`.
 
-    Epochs are those of the plan: where `accumulate` changes, they have different numbers of updates.
+    Epochs are those of the plan, whose numbers of updates differ if `accumulate` changes.
     """
     if not isinstance(length, Epochs):
         return start + plan.in_updates(length, asked_by)
@@ -74,7 +74,7 @@ def end_of(length: Length, plan: Plan, *, start: int, asked_by: str) -> int:
 
 
 def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
-    """The update at which a length begins that ends at update `end`; below 0 where it is longer than that."""
+    """Return the update at which a length starts that ends at update `end`; below 0 if the length is too long."""
     if not isinstance(length, Epochs):
         return end - plan.in_updates(length, asked_by)
 
@@ -89,16 +89,16 @@ def start_of(length: Length, plan: Plan, *, end: int, asked_by: str) -> int:
 def every(
     length: Length, plan: Plan, *, warmup: Length | None, start: int, asked_by: str
 ) -> Callable[[], Iterator[int]]:
-    """Return a function that yields, without end, the updates at which a length ends that repeats after the warm-up.
+    """Return a function that yields the updates at the ends of a repeated length after the warm-up, without end.
 
-    `start`: the update at which the warm-up ends. Integer numbers of epochs from the end of an epoch end with
-    the epochs of the run, whatever their lengths; others are computed from the planned lengths.
+    `start`: the update at which the warm-up ends. An integer number of epochs that starts at the end of an epoch ends
+    with the epochs of the run, whatever their lengths. Other numbers are computed from the planned lengths.
     """
     if not isinstance(length, Epochs):
         updates = plan.in_updates(length, asked_by)
         return partial(count, start + updates, updates)
     known = plan.untracked
-    first = known.epoch_at(start, asked_by)  # raises where epochs have no length
+    first = known.epoch_at(start, asked_by)  # raises if epochs have no length
     if length.n * (plan.planned.updates_in(0) or 0) < 1:
         raise SettingError(f"{asked_by}: {length} is shorter than one update", fix="use Updates(1)")
     if ends_with_epoch(length) and (start == 0 or ends_with_epoch(warmup)):
@@ -109,18 +109,18 @@ def every(
 
 
 def ends_with_epoch(length: Length | None) -> bool:
-    """Whether a length is an integer number of epochs, so that it ends where an epoch ends."""
+    """Return whether a length is an integer number of epochs."""
     return isinstance(length, Epochs) and length.n == int(length.n)
 
 
 def end_of_epochs(epochs: int, plan: Plan) -> int:
-    """The clock of applied updates at the end of so many epochs."""
+    """Return the number of applied updates after `epochs` epochs; NEVER if it is unknown."""
     clock = plan.clock_after(epochs)
     return NEVER if clock is None else clock
 
 
 def constant(length: Length, plan: Plan, asked_by: str) -> int:
-    """A length in updates that is the same wherever it begins; Epochs of different lengths are refused."""
+    """Return a length in updates that does not depend on its start; SettingError for epochs of different lengths."""
     if not isinstance(length, Epochs):
         return plan.in_updates(length, asked_by)
     updates = plan.untracked.in_updates(length, asked_by)

@@ -1,4 +1,4 @@
-"""`BuiltinSchedule`: the base class of the settings of schedules, with checks, `bind` and `plot`."""
+"""`BuiltinSchedule`: the base class of schedule settings, with checks, `bind` and `plot`."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from trainwright.schedules.table import BareOptimizer, TableSchedule, TableSpec
 
 
 class BuiltinSchedule:
-    """Base class of the settings of a schedule: a subclass is a frozen dataclass that has `spec`, or its own `bind`."""
+    """Base class of schedule settings: subclasses are frozen dataclasses that implement `spec` or override `bind`."""
 
     __slots__ = ()
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> BoundSchedule:
-        """The rates of this optimizer over this plan; SettingError where the plan contradicts the settings."""
+        """Return the schedule of an optimizer for a plan; SettingError if the plan contradicts the settings."""
         return TableSchedule(self.spec, optimizer, plan, text=settings_text(self))
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler in this plan, and the updates before which it is stepped."""
+        """Return how to build torch's scheduler for this plan, and the updates before which to step it."""
         raise NotImplementedError
 
     def plot(
@@ -39,10 +39,16 @@ class BuiltinSchedule:
         updates_per_epoch: int | None = None,
         path: str | Path | None = None,
     ) -> Any:
-        """Draw the rate of each of `updates` updates; return a matplotlib Figure, saved under `path` where given.
+        """Plot the learning rate of each update; return a matplotlib Figure, and save it to `path` if given.
 
-        `lr` is the rate of the optimizer, or one for each parameter group; 1.0 shows factors of it. Lengths in epochs
-        need `updates_per_epoch`. SettingError for a schedule that depends on the validations of a run.
+        Args:
+            updates: The number of updates of the run.
+            lr: The learning rate of the optimizer, or one per parameter group. 1.0 shows the factors of it.
+            updates_per_epoch: The updates of an epoch; required for lengths in epochs.
+            path: The file to write.
+
+        Raises:
+            SettingError: For a schedule that depends on the validations of a run.
         """
         from trainwright.core.figures import schedule_figure
 
@@ -72,14 +78,14 @@ class BuiltinSchedule:
 
 
 def values_of(settings: Any) -> list[Any]:
-    """The values of the fields of a dataclass."""
+    """Return the values of the fields of a dataclass."""
     return [getattr(settings, field.name) for field in fields(settings)]
 
 
 def _rates_by_update(
     schedule: Any, *, updates: int, lr: float | Sequence[float], updates_per_epoch: int | None
 ) -> list[list[float]]:
-    """Return the rates of the groups for each update of a run on an optimizer without parameters."""
+    """Return the rates of all groups for each update of a run, on a `BareOptimizer`."""
     own = tuple(lr) if isinstance(lr, Sequence) else (lr,)
     for value in own:
         check_number(value, f"plot(lr={lr!r})", least=0)

@@ -1,11 +1,10 @@
-"""Learning-rate schedules: steps, curves, functions `(update, total) -> factor`, and cycles with the momentum.
+"""Learning-rate schedules: steps, curves, functions `(update, total) -> factor`, and cycles with momentum.
 
-Each runs torch's own scheduler of that name, so its rates are torch's to the last bit. A schedule reads the clock of
-applied updates: accumulation, processes and skipped updates do not move it.
-Lengths are durations (`Updates(500)`, `Epochs(1)`) or a fraction of the run (`0.1`); a bare whole number is refused.
-`warmup=` puts w updates of `LinearLR(start_factor=1/(w+1), total_iters=w)` before the schedule, joined by torch's
-`SequentialLR`: the schedule itself then starts, at its own first rate, where the warm-up ends.
-A schedule that ends with the run holds its last rate from then on.
+Each one runs torch's scheduler of the same name, so its rates are bitwise those of torch. Rates depend on the number of
+applied updates; accumulation, the number of processes and skipped updates do not change it. Lengths are durations
+(`Updates(500)`, `Epochs(1)`) or fractions of the run (`0.1`); an integer raises an error. `warmup=` puts w updates of
+`LinearLR(start_factor=1/(w+1), total_iters=w)` before the schedule, by torch's `SequentialLR`; the schedule starts with
+its own first rate at the end of the warm-up. A schedule over the complete run keeps its last rate after the end.
 """
 
 from __future__ import annotations
@@ -62,9 +61,9 @@ _OTHER_NAMES = {"cosineannealing": "Cosine", "reduceonplateau": "Plateau", "step
 
 
 def as_schedule(value: object) -> Schedule | None:
-    """The schedule that was given: None, an object with `bind`, or a function `(update, total) -> factor`.
+    """Return the schedule of `schedule=`: None, an object with `bind`, or a function `(update, total) -> factor`.
 
-    SettingError for anything else; for a built torch scheduler with the line to write instead.
+    SettingError for anything else; for a torch scheduler, the error states the code to write instead.
     """
     if value is None:
         return None
@@ -97,9 +96,10 @@ def as_schedule(value: object) -> Schedule | None:
 @suggests
 @dataclass(frozen=True, slots=True)
 class StepLR(BuiltinSchedule):
-    """torch's `StepLR`: the rate times `gamma` whenever another `step` has passed, counted from the end of the warm-up.
+    """torch's `StepLR`: multiplies the learning rate by `gamma` after every `step`.
 
-    Epochs are those of the plan: where `accumulate` changes, the rate still falls at the ends of epochs.
+    Steps are counted from the end of the warm-up. With `step` in epochs, the rate changes at ends of epochs, even if
+    `accumulate` changes.
 
     Args:
         step: The interval, a duration or a fraction of the run.
@@ -118,7 +118,7 @@ class StepLR(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler with a step of 1, stepped where the rate falls: in between it leaves the rate alone."""
+        """Return torch's scheduler with a step size of 1, stepped at the changes of the rate."""
 
         def build(optimizer: Optimizer, _: int) -> LRScheduler:
             return torchs.StepLR(optimizer, 1, gamma=self.gamma)
@@ -129,11 +129,11 @@ class StepLR(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class Exponential(BuiltinSchedule):
-    """torch's `ExponentialLR`: the rate times `gamma` each time `every` has passed after the warm-up.
+    """torch's `ExponentialLR`: multiplies the learning rate by `gamma` after every `every`, after the warm-up.
 
     Args:
         gamma: The factor.
-        every: The interval: `Epochs(1)` as in torch's examples, `Updates(1)` for a fall with each update.
+        every: The interval: `Epochs(1)` as in torch's examples, `Updates(1)` for a change with each update.
         warmup: The length of the warm-up, a duration or a fraction of the run.
     """
 
@@ -148,7 +148,7 @@ class Exponential(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler, stepped each time `every` has passed."""
+        """Return torch's scheduler, stepped after every `every`."""
 
         def build(optimizer: Optimizer, _: int) -> LRScheduler:
             return torchs.ExponentialLR(optimizer, self.gamma)
@@ -157,7 +157,7 @@ class Exponential(BuiltinSchedule):
 
 
 def _stepped_every(length: Length, schedule: StepLR | Exponential, plan: Plan, *, build: Build) -> TableSpec:
-    """A scheduler that is stepped each time a length has passed, counted from the end of the warm-up."""
+    """Return a scheduler that is stepped after every `length`, counted from the end of the warm-up."""
     name = type(schedule).__name__
     warmup = warmup_updates(schedule.warmup, plan, name)
     steps = every(length, plan, warmup=schedule.warmup, start=warmup, asked_by=name)
@@ -167,12 +167,13 @@ def _stepped_every(length: Length, schedule: StepLR | Exponential, plan: Plan, *
 @suggests
 @dataclass(frozen=True, slots=True)
 class MultiStep(BuiltinSchedule):
-    """torch's `MultiStepLR`: the rate times `gamma` at each milestone.
+    """torch's `MultiStepLR`: multiplies the learning rate by `gamma` at each milestone.
 
-    With w updates of warm-up torch's scheduler, which then starts late, gets the milestones less w.
+    Milestones are counted from the start of the run, including the warm-up: torch's scheduler, which starts after w
+    updates of warm-up, gets them minus w.
 
     Args:
-        milestones: Points of the run, warm-up included: `Epochs(30)` is the end of the 30th epoch, 0.5 half of the run.
+        milestones: Points of the run in rising order: `Epochs(30)` is the end of the 30th epoch, 0.5 half of the run.
         gamma: The factor.
         warmup: The length of the warm-up, a duration or a fraction of the run.
     """
@@ -193,20 +194,20 @@ class MultiStep(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> BoundSchedule:
-        """The rates of this optimizer over this plan; milestones must rise."""
+        """Return the schedule of an optimizer for a plan; SettingError unless milestones are in rising order."""
         points = self._points(plan.untracked)
         if points != sorted(points):
             raise self._refused(points, warmup_updates(self.warmup, plan.untracked, "MultiStep"))
         return BuiltinSchedule.bind(self, optimizer, plan)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler, stepped only at its milestones: in between it leaves the rate alone."""
+        """Return torch's scheduler, stepped at the milestones only."""
         warmup = warmup_updates(self.warmup, plan, "MultiStep")
         points = sorted(self._points(plan))
         if points[0] < warmup:
             raise self._refused(points, warmup)
         after = sorted({point for point in points if point > warmup})
-        # One step for milestones at one update: torch multiplies by gamma ** 2 there, not twice by gamma.
+        # One step for equal milestones: torch multiplies once by gamma ** 2, not twice by gamma.
         at_steps = [0 if point == warmup else 1 + after.index(point) for point in points]
         return TableSpec(
             build=lambda optimizer, _: torchs.MultiStepLR(optimizer, at_steps, gamma=self.gamma),
@@ -216,11 +217,11 @@ class MultiStep(BuiltinSchedule):
         )
 
     def _points(self, plan: Plan) -> list[int]:
-        """The milestones in updates; integer numbers of epochs end with the epochs of the run."""
+        """Return the milestones in updates; integer numbers of epochs end with the epochs of the run."""
         points = []
         for milestone in self.milestones:
             if isinstance(milestone, Epochs) and ends_with_epoch(milestone):
-                plan.untracked.in_updates(milestone, "MultiStep")  # raises where epochs have no length
+                plan.untracked.in_updates(milestone, "MultiStep")  # raises if epochs have no length
                 points.append(end_of_epochs(int(milestone.n), plan))
             else:
                 points.append(plan.in_updates(milestone, "MultiStep"))
@@ -236,13 +237,13 @@ class MultiStep(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class Linear(BuiltinSchedule):
-    """torch's `LinearLR`: from `start` to `final`, factors of each group's own rate.
+    """torch's `LinearLR`: a linear change of each group's learning rate, from the factor `start` to `final`.
 
-    `final` is the rate that an update after the last would have: no update is spent on a rate of 0.
+    `final` is reached after the last update, so that no update has a rate of 0.
 
     Args:
         final: The factor at the end.
-        start: The factor at the begin.
+        start: The factor at the start.
         over: The length. None: the rest of the run after the warm-up.
         warmup: The length of the warm-up, a duration or a fraction of the run.
     """
@@ -260,7 +261,7 @@ class Linear(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler over `over`, or over the rest of the run after the warm-up."""
+        """Return torch's scheduler over `over`, or over the rest of the run after the warm-up."""
         warmup = warmup_updates(self.warmup, plan, "Linear")
         if self.over is None:
             length = rest_after(plan, warmup, "Linear")
@@ -276,14 +277,13 @@ class Linear(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cosine(BuiltinSchedule):
-    """torch's `SequentialLR(LinearLR, CosineAnnealingLR)`: warm-up, then half a cosine down over the rest of the run.
+    """torch's `SequentialLR(LinearLR, CosineAnnealingLR)`: a warm-up, then cosine annealing over the rest of the run.
 
-    The last update has a rate above `final`, which an update after the last would have (`T_max` is the rest of the
-    run): no update is spent on a rate of 0.
+    `final` is reached after the last update (`T_max` is the rest of the run), so that no update has a rate of 0.
 
     Args:
         warmup: The length of the warm-up, a duration or a fraction of the run.
-        final: A factor of each group's own rate (`eta_min = final * lr`).
+        final: The final factor of each group's learning rate (`eta_min = final * lr`).
     """
 
     warmup: Length | None = None
@@ -294,7 +294,7 @@ class Cosine(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler over the rest of the run after the warm-up."""
+        """Return torch's scheduler over the rest of the run after the warm-up."""
         warmup = warmup_updates(self.warmup, plan, "Cosine")
         rest = rest_after(plan, warmup, "Cosine")
 
@@ -309,18 +309,18 @@ class Cosine(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WarmupStableDecay(BuiltinSchedule):
-    """Warm-up, then each group's own rate, then down to `final` times it in the last `decay` of the run.
+    """Warm-up, then a constant learning rate, then a decay to `final` times the rate at the end of the run.
 
     With T updates in the run, w of warm-up and d of decay, update u (from 0) has the rate lr times
-    (u + 1) / (w + 1) for u < w; 1 for w <= u <= T - d; and final + (1 - final) * f(p) with p = (u - (T - d)) / d
-    from there, where f(p) is 1 - p ("linear"), 1 - sqrt(p) ("sqrt"), or (1 + cos(pi p)) / 2 ("cosine").
-    Stable phase: Hu et al. 2024, arXiv:2404.06395; "sqrt": Hägele et al. 2024, arXiv:2405.18392.
+    (u + 1) / (w + 1) for u < w; 1 for w <= u <= T - d; and then final + (1 - final) * f(p) with p = (u - (T - d)) / d,
+    where f(p) is 1 - p ("linear"), 1 - sqrt(p) ("sqrt"), or (1 + cos(pi p)) / 2 ("cosine").
+    Constant phase: Hu et al. 2024, arXiv:2404.06395. "sqrt": Hägele et al. 2024, arXiv:2405.18392.
 
     Args:
         warmup: The length of the warm-up, a duration or a fraction of the run.
         decay: The length of the decay, a duration or a fraction of the run.
-        final: The factor of each group's own rate at the end.
-        shape: "linear", "sqrt" or "cosine".
+        final: The final factor of each group's learning rate.
+        shape: The shape of the decay: "linear", "sqrt" or "cosine".
     """
 
     warmup: Length
@@ -335,7 +335,7 @@ class WarmupStableDecay(BuiltinSchedule):
         self._check_choice("shape", *_SHAPES)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's `LambdaLR` with the formula."""
+        """Return torch's `LambdaLR` with the formula."""
         total = plan.horizon("WarmupStableDecay")
         warmup = warmup_updates(self.warmup, plan, "WarmupStableDecay")
         falls = start_of(self.decay, plan, end=total, asked_by="WarmupStableDecay(decay=)")
@@ -363,7 +363,7 @@ _SHAPES: dict[str, Callable[[float], float]] = {
 
 @dataclass(frozen=True, slots=True)
 class FunctionSchedule(BuiltinSchedule):
-    """torch's `LambdaLR` over the run: any function `(update, total) -> factor` of each group's own rate."""
+    """torch's `LambdaLR` with any function `(update, total) -> factor` of each group's learning rate."""
 
     fn: Callable[[int, int], float]
 
@@ -371,7 +371,7 @@ class FunctionSchedule(BuiltinSchedule):
         try:
             inspect.signature(self.fn).bind(0, 1)
         except ValueError:
-            return  # a builtin without a signature
+            return  # a built-in function without a signature
         except TypeError as error:
             name = settings_text(self.fn)
             raise SettingError(
@@ -381,7 +381,7 @@ class FunctionSchedule(BuiltinSchedule):
             ) from None
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's `LambdaLR` with the function."""
+        """Return torch's `LambdaLR` with the function; SettingError during the run for an invalid factor."""
         total = plan.horizon("FunctionSchedule")
 
         def factor(update: int) -> float:
@@ -400,7 +400,7 @@ class FunctionSchedule(BuiltinSchedule):
 
 
 def _named(name: str) -> str | None:
-    """The schedule that a name is meant for; None where none is near."""
+    """Return the schedule whose name is nearest; None if none is near."""
     plain = "".join(letter for letter in name.lower() if letter.isalnum())
     known = {example.lower(): example for example in _EXAMPLES} | _OTHER_NAMES
     near = get_close_matches(plain, known, n=1) or get_close_matches(plain.removesuffix("lr"), known, n=1)
@@ -409,15 +409,15 @@ def _named(name: str) -> str | None:
 
 CycleMomentum = Literal["auto"] | bool
 PerGroup = float | Sequence[float]
-"""One number for all parameter groups, or one for each."""
+"""One number for all parameter groups, or one per group."""
 
 
 @suggests
 @dataclass(frozen=True, slots=True)
 class OneCycle(BuiltinSchedule):
-    """torch's `OneCycleLR` over the run: up to `max_lr`, then down, with the momentum the other way round.
+    """torch's `OneCycleLR` over the run: the rate rises to `max_lr`, then falls; the momentum does the opposite.
 
-    Like every schedule it also works in a loop of your own:
+    Like every schedule, it also works in a custom loop:
 
     >>> import torch
     >>> from trainwright import OneCycle, Plan
@@ -429,16 +429,16 @@ class OneCycle(BuiltinSchedule):
     2e-06
 
     Args:
-        max_lr: The highest rate, or one per parameter group.
-        warmup: The part of the run in which the rate rises (torch's `pct_start`), or a duration.
+        max_lr: The maximum learning rate, or one per parameter group.
+        warmup: The length of the rise: a fraction of the run (torch's `pct_start`), or a duration.
         anneal_strategy: "cos" or "linear".
-        cycle_momentum: "auto" cycles the momentum of groups that have one (or a first beta) above 0. True refuses
-            groups without.
-        base_momentum: The momentum at the highest rate.
-        max_momentum: The momentum at the lowest rate.
-        div_factor: The first rate is `max_lr / div_factor`.
-        final_div_factor: The last rate is the first one divided by it.
-        three_phase: Whether the rate falls to the first one before it falls to the last one.
+        cycle_momentum: "auto" cycles the momentum (or the first beta) of groups where it is above 0. True raises
+            SettingError for other groups. False cycles none.
+        base_momentum: The momentum at the maximum rate.
+        max_momentum: The momentum at the minimum rate.
+        div_factor: The initial rate is `max_lr / div_factor`.
+        final_div_factor: The final rate is the initial rate divided by this.
+        three_phase: Whether to fall to the initial rate in one phase, and to the final rate in another.
     """
 
     max_lr: PerGroup
@@ -461,7 +461,7 @@ class OneCycle(BuiltinSchedule):
         self._check_number("div_factor", "final_div_factor", above=0)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler over the run."""
+        """Return torch's scheduler over the run."""
         total = plan.horizon("OneCycle")
         rise = self.warmup if isinstance(self.warmup, float) else plan.in_updates(self.warmup, "OneCycle") / total
         if self.three_phase and rise > 0.5:
@@ -484,21 +484,23 @@ class OneCycle(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class Cyclic(BuiltinSchedule):
-    """torch's `CyclicLR`: up from `base_lr` to `max_lr` and down again, until the run ends.
+    """torch's `CyclicLR`: the rate rises from `base_lr` to `max_lr` and falls again, in cycles until the run ends.
 
     Args:
-        base_lr: The lowest rate, or one per parameter group.
-        max_lr: The highest rate, or one per parameter group.
+        base_lr: The minimum learning rate, or one per parameter group.
+        max_lr: The maximum learning rate, or one per parameter group.
         step_size_up: The length of a rise.
-        step_size_down: The length of a fall. None: as the rise.
-        mode: "triangular", "triangular2" (half the height in each cycle) or "exp_range" (times `gamma` per update).
+        step_size_down: The length of a fall. None: that of a rise.
+        mode: "triangular", "triangular2" (amplitude halved in each cycle) or "exp_range" (amplitude times
+            `gamma` per update).
         gamma: The factor of "exp_range".
-        scale_fn: A function of your own that scales the height, in place of `mode`.
-        scale_mode: Whether `scale_fn` gets the number of the "cycle" or of the update ("iterations").
-        cycle_momentum: "auto" cycles the momentum of groups that have one (or a first beta) above 0.
-        base_momentum: The momentum at the highest rate.
-        max_momentum: The momentum at the lowest rate.
-        warmup: A warm-up to `base_lr`, as a duration or a fraction of the run.
+        scale_fn: A custom function that scales the amplitude, instead of `mode`.
+        scale_mode: Whether `scale_fn` gets the number of the cycle ("cycle") or of the update ("iterations").
+        cycle_momentum: "auto" cycles the momentum (or the first beta) of groups where it is above 0. True raises
+            SettingError for other groups. False cycles none.
+        base_momentum: The momentum at the maximum rate.
+        max_momentum: The momentum at the minimum rate.
+        warmup: The length of a warm-up to `base_lr`, a duration or a fraction of the run.
     """
 
     base_lr: PerGroup
@@ -527,7 +529,7 @@ class Cyclic(BuiltinSchedule):
         self._check_length("warmup", least=0, optional=True)
 
     def spec(self, plan: Plan) -> TableSpec:
-        """Torch's scheduler, after the warm-up."""
+        """Return torch's scheduler, after the warm-up."""
         up = constant(self.step_size_up, plan, "Cyclic(step_size_up=)")
         down = up if self.step_size_down is None else constant(self.step_size_down, plan, "Cyclic(step_size_down=)")
         alike = ("mode", "gamma", "scale_fn", "scale_mode")
@@ -541,7 +543,7 @@ class Cyclic(BuiltinSchedule):
 
 
 def _arguments_of(settings: OneCycle | Cyclic, optimizer: Optimizer, index: int, *names: str) -> dict[str, Any]:
-    """Torch's arguments of these names for one group, and those of its momentum."""
+    """Return the arguments of torch's scheduler for one group: these names, and those of the momentum."""
     given = {name: getattr(settings, name) for name in (*names, "base_momentum", "max_momentum")}
     arguments = {name: value[index] if isinstance(value, tuple) else value for name, value in given.items()}
     group = optimizer.param_groups[0]
@@ -552,12 +554,12 @@ def _arguments_of(settings: OneCycle | Cyclic, optimizer: Optimizer, index: int,
             want="a momentum (or a first beta) above 0 in every group",
             fix='cycle_momentum="auto", or momentum=0.9 in the optimizer',
         )
-    # Without a momentum torch would set one silently, on plain SGD 0.95.
+    # For a group without momentum, torch would silently set one: 0.95 on plain SGD.
     return arguments | {"cycle_momentum": has_momentum and settings.cycle_momentum is not False}
 
 
 def _lists_of(settings: OneCycle | Cyclic) -> frozenset[int]:
-    """The lengths of the settings that have one value for each group."""
+    """Return the lengths of the settings with one value per group."""
     return frozenset(len(value) for value in values_of(settings) if isinstance(value, tuple))
 
 

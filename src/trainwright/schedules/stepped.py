@@ -1,8 +1,8 @@
-"""Schedules with a history: torch schedulers that are stepped by the clock, by epochs or by validations.
+"""Schedules with a history: torch schedulers that are stepped by updates, epochs or validations.
 
-The scheduler runs on a `BareOptimizer` with the groups of the real one; `apply` copies the values that it has set. A
-checkpoint holds the epochs or the numbers of the validations that it was stepped by. A resume builds the scheduler
-anew and steps it by the same, so it must be a function of its steps alone.
+The scheduler runs on a `BareOptimizer` with the groups of the real one, and `apply` copies its values. A checkpoint
+holds the steps so far: the epochs, or the numbers of the validations. A resume builds a new scheduler and repeats these
+steps, so the state of a scheduler must depend on its steps only.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Unit = Literal["update", "epoch", "validation"]
 @suggests
 @dataclass(frozen=True, slots=True)
 class Plateau(BuiltinSchedule):
-    """torch's `ReduceLROnPlateau`: the rate times `factor` after `patience` validations without improvement.
+    """torch's `ReduceLROnPlateau`: multiplies the rate by `factor` after `patience` validations without improvement.
 
-    A NaN is no improvement. There is no warm-up: torch has none to put before a schedule that reads validations.
+    NaN is no improvement. There is no warm-up, since torch cannot combine one with a schedule that reads validations.
 
     Args:
-        monitor: The name of the number, such as "val_loss".
-        mode: "min" or "max". "auto" is "min" for a name that ends in "loss".
-        factor: The factor of the rate.
-        patience: Validations without improvement before the rate falls.
-        threshold: The least improvement.
-        threshold_mode: Whether `threshold` is relative ("rel") or a difference ("abs").
-        cooldown: Validations after a fall that are not counted.
-        min_lr: The lowest rate.
-        eps: The least change of a rate; smaller ones are left out.
+        monitor: The name of the monitored number, such as "val_loss".
+        mode: "min" or "max". "auto": "min" for a name that ends in "loss", otherwise an error.
+        factor: The factor of the learning rate.
+        patience: The number of validations without improvement before the rate is reduced.
+        threshold: The smallest change that counts as an improvement.
+        threshold_mode: Whether `threshold` is relative ("rel") or absolute ("abs").
+        cooldown: The number of validations after a reduction that are not counted.
+        min_lr: The minimum learning rate.
+        eps: The smallest change of a rate; smaller changes are not made.
     """
 
     monitor: str
@@ -76,7 +76,7 @@ class Plateau(BuiltinSchedule):
         return resolve_mode(self.monitor, None if self.mode == "auto" else self.mode, "Plateau({!r}, mode={!r})")
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedSchedule:
-        """The rates of this optimizer, lowered by the validations of the run."""
+        """Return the schedule of an optimizer; `plan` is not used."""
         mode = self._mode()
         of_torch = {field.name for field in fields(self)} - {"monitor", "mode"}
         settings = {name: getattr(self, name) for name in of_torch}
@@ -89,17 +89,17 @@ class Plateau(BuiltinSchedule):
 @suggests
 @dataclass(frozen=True, slots=True)
 class TorchSchedule(BuiltinSchedule):
-    """Any scheduler of torch's kind, stepped by the trainer.
+    """Any `LRScheduler` of torch, stepped by the trainer.
 
-    The optimizer that the factory gets has the groups of the real one (their settings, not their parameters). A resume
-    builds the scheduler again and steps it as often. Under fp16 the unit "update" costs one read from the device per
-    update; other schedules do not.
+    The optimizer that the factory gets has the settings of the real parameter groups, but not their parameters. A
+    resume builds the scheduler again and repeats its steps. With fp16, the unit "update" costs one read from the device
+    per update; other schedules cost none.
 
     Args:
-        factory: A function `factory(optimizer)` or `factory(optimizer, total)` that builds it. `total` is the number of
-            its steps in the run.
-        unit: When it is stepped: "update" (each applied one), "epoch" or "validation".
-        monitor: The name of a number that each step of a validation passes to it.
+        factory: A function `factory(optimizer)` or `factory(optimizer, total)` that builds the scheduler. `total` is
+            the number of its steps in the run.
+        unit: What the scheduler is stepped after: each applied "update", each "epoch" or each "validation".
+        monitor: The name of the number that is passed to `step` after each validation.
     """
 
     factory: Callable[..., LRScheduler]
@@ -121,7 +121,7 @@ class TorchSchedule(BuiltinSchedule):
         _takes_total(self.factory)
 
     def bind(self, optimizer: Optimizer, plan: Plan) -> SteppedSchedule:
-        """The rates of this optimizer over this plan; the scheduler is built, and refused, here."""
+        """Return the schedule of an optimizer for a plan; SettingError if the factory builds an invalid scheduler."""
         total = _steps_in(plan, self.unit) if _takes_total(self.factory) else None
 
         def build(bare: Optimizer) -> LRScheduler:
@@ -134,7 +134,7 @@ class TorchSchedule(BuiltinSchedule):
 
 
 class SteppedSchedule(GroupSchedule):
-    """A torch scheduler that is stepped on a bare optimizer; `apply` copies its rates to the real one."""
+    """A torch scheduler on a `BareOptimizer`; `apply` copies its rates to the real optimizer."""
 
     def __init__(
         self,
@@ -150,11 +150,11 @@ class SteppedSchedule(GroupSchedule):
         super().__init__(text, optimizer, total=total)
         self._build, self._unit, self.monitor = build, unit, monitor
         self._mode = mode
-        """Which values of the monitor are better, if that is a setting: values seen under another one do not count."""
+        """Which values of the monitored number are better, if that is a setting. A change discards the history."""
         self._start()
 
     def apply(self, updates: int) -> None:
-        """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
+        """Set the rates of the next update, after `updates` applied ones; SettingError for a value set by hand."""
         if self._unit == "update":
             if updates < self._updates:
                 self._start()
@@ -168,7 +168,7 @@ class SteppedSchedule(GroupSchedule):
                 scheduled.write(group, key, bare[key])
 
     def observe(self, metrics: Mapping[str, float]) -> None:
-        """Step by a validation; SettingError where it has no number of the monitor's name."""
+        """Step by a validation, if that is the unit; SettingError if it lacks the monitored number."""
         if self._unit != "validation":
             return
         if self.monitor is not None and self.monitor not in metrics:
@@ -180,12 +180,12 @@ class SteppedSchedule(GroupSchedule):
         self._take(None if self.monitor is None else float(metrics[self.monitor]))
 
     def epoch_ended(self) -> None:
-        """Step, where the unit is an epoch."""
+        """Step, if the unit is an epoch."""
         if self._unit == "epoch":
             self._take(None)
 
     def state_dict(self) -> Tree:
-        """The epochs or validations that the scheduler was stepped by, and the settings that it has in each group."""
+        """Return the epochs or validations of all steps so far, and the current settings of each group."""
         return {
             **super().state_dict(),
             "monitor": self.monitor,
@@ -199,10 +199,10 @@ class SteppedSchedule(GroupSchedule):
         }
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Step a new scheduler as the saved one was; return a sentence where settings or total are others than its.
+        """Repeat the saved steps with a new scheduler; return a line of text if settings or total have changed.
 
-        A schedule by validations continues from the saved rates, whatever its settings were. Where monitor or mode are
-        others, the numbers seen so far are no guide, and it begins to compare again.
+        A schedule by validations continues from the saved rates, even if its settings have changed. If monitor or mode
+        have changed, the earlier numbers are discarded.
         """
         words, name = is_none_or(is_text), type(self._scheduler).__name__
         news = self._load(tree, monitor=words, mode=words, seen=_are_seen, scheduler=is_text, groups=are_settings)
@@ -212,7 +212,7 @@ class SteppedSchedule(GroupSchedule):
             news = f"schedule changed: {tree['scheduler']} -> {name}"
         self._start()
         if (tree["monitor"], tree["mode"]) == (self.monitor, self._mode):
-            for number in tree["seen"] if self._unit != "update" else ():  # by updates `apply` steps it
+            for number in tree["seen"] if self._unit != "update" else ():  # for updates, `apply` makes the steps
                 self._take(number)
         for scheduled, bare, saved in zip(self._groups, self._bare.param_groups, tree["groups"], strict=True):
             known = {key: value for key, value in saved.items() if key in scheduled.base}
@@ -222,14 +222,14 @@ class SteppedSchedule(GroupSchedule):
         return news
 
     def _start(self) -> None:
-        """Build torch's scheduler for the groups as they were before the schedule."""
+        """Build torch's scheduler for the settings of the groups from before the schedule."""
         self._bare = BareOptimizer([scheduled.base for scheduled in self._groups], self._optimizer.defaults)
         self._scheduler: Any = self._build(self._bare)
         self._bare.step()
         self._updates = 0
-        """Updates that it was stepped by, where the unit is an update."""
+        """The number of steps so far, if the unit is an update."""
         self._seen: list[float | None] = []
-        """The number of each validation, None for an epoch or without a monitor: a resume steps by the same."""
+        """The monitored number of each validation; None for an epoch, or without a monitor. A resume repeats them."""
         self._add_keys()
 
     def _take(self, number: float | None) -> None:
@@ -242,7 +242,7 @@ class SteppedSchedule(GroupSchedule):
         self._add_keys()
 
     def _add_keys(self) -> None:
-        """A setting that torch's scheduler has changed belongs to it from then on."""
+        """Add the settings that torch's scheduler has changed to the keys that this schedule writes."""
         for scheduled, group in zip(self._groups, self._bare.param_groups, strict=True):
             scheduled.keys.update(key for key, value in scheduled.base.items() if group[key] != value)
 
@@ -262,7 +262,7 @@ def _are_seen(value: object) -> bool:
 
 
 def _takes_total(factory: Callable[..., Any]) -> bool:
-    """Whether the factory is called with (optimizer, total); SettingError where it is neither that nor (optimizer)."""
+    """Return whether the factory takes (optimizer, total); SettingError if it takes neither that nor (optimizer)."""
     signature = inspect.signature(factory)
     by_name = list(signature.parameters)[1:2] == ["total"]
     if not by_name and _accepts(signature, "optimizer"):
@@ -285,7 +285,7 @@ def _accepts(signature: inspect.Signature, *arguments: str) -> bool:
 
 
 def _steps_in(plan: Plan, unit: Unit) -> int:
-    """How often a scheduler of this unit is stepped in the run."""
+    """Return the number of steps of a scheduler of this unit in the run."""
     if unit == "validation":
         what = 'TorchSchedule(unit="validation"): the number of validations is not known'
         raise SettingError(what, want="a function of (optimizer)")

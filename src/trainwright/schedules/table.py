@@ -1,8 +1,8 @@
-"""A schedule as one table for each parameter group: the rate of every update, grown on demand by torch's own scheduler.
+"""Schedules as tables: the rate of every update, one table per parameter group, grown on demand by torch's scheduler.
 
-The table of a group is filled by torch's scheduler on a `BareOptimizer` that has this group alone, so each rate has
-the bits that torch gives it. `TableSchedule.apply(updates)` looks up the entry of the clock of applied updates. Nothing
-depends on how long the run is: entries are added as they are needed. Another plan of the run is another table.
+Torch's scheduler fills the table of a group on a `BareOptimizer` with this group only, so each rate is bitwise that of
+torch. `TableSchedule.apply(updates)` looks up the entry for the number of applied updates. Entries are added as needed,
+independent of the length of the run. Another plan of the run makes new tables.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
     from trainwright.protocols import Tree
 
 BLOCK = 256
-"""Entries that are added at a time, over all tables together."""
+"""The number of entries that are added at a time, over all tables together."""
 
 _READ = ("lr", "initial_lr", "momentum", "betas")
-"""The settings of a group that torch's schedulers read."""
+"""The settings of a parameter group that torch's schedulers read."""
 
 
 class BareOptimizer(Optimizer):
-    """An optimizer with parameter groups and nothing to train: torch's schedulers run on it, never on the real one."""
+    """An optimizer with parameter groups but without real parameters, on which torch's schedulers run."""
 
     def __init__(self, groups: Iterable[Mapping[str, Any]], defaults: Mapping[str, Any] | None = None) -> None:
         listed = [{**group, "params": [self.stub()]} for group in groups]
@@ -43,57 +43,57 @@ class BareOptimizer(Optimizer):
 
     @staticmethod
     def stub() -> Tensor:
-        """Make a parameter for a group."""
+        """Return a placeholder parameter for a group."""
         return torch.zeros((), device="cpu")
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """No-op. Called once: torch's schedulers warn where they are stepped before their optimizer."""
+        """No-op. Called once, since torch's schedulers warn if they are stepped before their optimizer."""
 
     def _patch_step_function(self) -> None:
-        """No-op: hooks that the user registers for all optimizers of the process must not run for this one."""
+        """No-op, so that global optimizer hooks of the user do not run for this optimizer."""
 
 
 Build = Callable[[Optimizer, int], LRScheduler]
-"""Makes torch's scheduler, without the warm-up, for an optimizer with one group, which has this index."""
+"""Makes torch's scheduler, without the warm-up, for an optimizer with one group; the int is the index of the group."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TableSpec:
-    """A schedule in one plan: enough to make the table of any parameter group."""
+    """A schedule for one plan, from which the table of any parameter group is made."""
 
     build: Build
     warmup: int = 0
     """Updates of `LinearLR` before the schedule itself."""
     ends: bool = True
-    """Whether the schedule spans the run: from the end of the run on its last rate holds."""
+    """Whether the schedule spans the complete run, and keeps its last rate after the end."""
     lists: frozenset[int] = frozenset()
-    """How many values the settings have that are lists, one value for each group; `build` then reads the index."""
+    """The lengths of settings with one value per group; `build` then uses the index of the group."""
     steps: Callable[[], Iterator[int]] | None = None
-    """Makes the updates before which torch's scheduler is stepped after the warm-up; None: before each."""
+    """Returns the updates before which torch's scheduler is stepped after the warm-up. None: before each update."""
 
 
 class TableSchedule(GroupSchedule):
-    """A schedule that is a function of the clock alone: each rate is looked up in the table of its group.
+    """A schedule that depends on the number of applied updates only: each rate is looked up in a table of its group.
 
-    From the end of the run on the rate of the last update holds. Groups that are added to the optimizer later follow
-    the schedule from their own rate.
+    After the end of the run, the rate of the last update is kept. Groups that are added to the optimizer later follow
+    the schedule with their own base rate.
     """
 
     _tables: list[LRTable]
     """The table of each group; groups with the same settings share one."""
     _columns: list[_Column]
     _length: int
-    """How many updates all tables hold the rates of."""
+    """The number of entries of all tables."""
 
     def __init__(self, spec_in: Callable[[Plan], TableSpec], optimizer: Optimizer, plan: Plan, *, text: str) -> None:
         super().__init__(text, optimizer)
         self._spec_in = spec_in
         self.version = 0
-        """How often the run was planned: rates that were looked up under another version may be others now."""
+        """The number of plans so far; rates that were looked up under an earlier version may have changed."""
         self.replan(plan)
 
     def apply(self, updates: int) -> None:
-        """Set the rates of the update that follows `updates` applied ones; SettingError for a value set by hand."""
+        """Set the rates of the next update, after `updates` applied ones; SettingError for a value set by hand."""
         groups = self._optimizer.param_groups
         index = updates
         if not 0 <= updates < self._length or len(groups) != len(self._tables):
@@ -101,15 +101,15 @@ class TableSchedule(GroupSchedule):
         for scheduled, key, values, later_betas in self._columns:
             group, written = groups[scheduled.index], scheduled.written
             value = values[index] if later_betas is None else (values[index], *later_betas)
-            # The object that was written last is still there: nobody else has written since. `write` decides on any
-            # other, and on tensors, which stay the same object when they are written to.
+            # If the group still holds the object written last, no other code has written to it. `write` handles all
+            # other cases, including tensors, which are the same object after an in-place write.
             if group[key] is written.get(key):
                 group[key] = written[key] = value
             else:
                 scheduled.write(group, key, value)
 
     def at(self, updates: int) -> list[float]:
-        """The rate of each group in the update that follows `updates` applied ones; nothing is set."""
+        """Return the rate of each group for the update after `updates` applied ones, without setting it."""
         index = self._reach(updates)
         return [table.values["lr"][index] for table in self._tables]
 
@@ -119,7 +119,7 @@ class TableSchedule(GroupSchedule):
         return any(column.key != "lr" for column in self._columns)
 
     def replan(self, plan: Plan) -> None:
-        """Make the tables of another plan."""
+        """Make the tables for another plan."""
         self._spec = self._spec_in(plan)
         self._total = (plan.untracked if self._spec.ends else plan.planned).updates
         self.follows_epochs = self._spec.steps is not None
@@ -127,9 +127,9 @@ class TableSchedule(GroupSchedule):
         self._make_tables()
 
     def load_state_dict(self, tree: Tree, /) -> str | None:
-        """Load the groups' own rates; the tables are those of this run's settings and plan.
+        """Load the base rates of the groups; the tables are made from the current settings and plan.
 
-        Returns a sentence where settings or total are others than those that were saved.
+        Returns a line of text if settings or total differ from the saved ones.
         """
         news = self._load(tree)
         self._make_tables()
@@ -140,7 +140,7 @@ class TableSchedule(GroupSchedule):
         self._reach(0)
 
     def _reach(self, updates: int) -> int:
-        """Return the index of an update, after adding the tables and the entries that are missing."""
+        """Return the index of an update in the tables; add missing tables and entries first."""
         if updates < 0:
             raise SettingError(f"apply({updates})", want="the number of updates applied so far")
         self._add_groups()
@@ -174,16 +174,16 @@ class TableSchedule(GroupSchedule):
 
 
 class LRTable:
-    """The rates of one parameter group by update, and its momenta where the schedule cycles them."""
+    """The rates of one parameter group by update, and its momenta if the schedule cycles them."""
 
     def __init__(self, spec: TableSpec, base: Base, index: int, *, text: str) -> None:
         self.base, self._text, self._index = base, text, index
         optimizer = BareOptimizer([base])
         self._group = optimizer.param_groups[0]
-        # Built before its warm-up: CyclicLR sets the rate that the warm-up rises to.
+        # Built before the warm-up, since CyclicLR sets the rate to which the warm-up rises.
         scheduler = spec.build(optimizer, index)
         self.values = {"lr": array("d")}
-        """By key of the group, its value in each update; of betas the first one."""
+        """The values by update, for each key of the group; for betas, the first one."""
         if isinstance(scheduler, OneCycleLR | CyclicLR) and scheduler.cycle_momentum:
             self.values["betas" if "betas" in base else "momentum"] = array("d")
         if spec.warmup:
@@ -195,7 +195,7 @@ class LRTable:
         self._next_step = next(self._steps)
 
     def grow(self, length: int) -> None:
-        """Step torch's scheduler until there are `length` entries."""
+        """Step torch's scheduler until the table has `length` entries."""
         rates = self.values["lr"]
         while len(rates) < length:
             update = len(rates)
@@ -213,10 +213,10 @@ class LRTable:
 
 
 class _Column(NamedTuple):
-    """The values of one key of one group, looked up once for `apply`."""
+    """The values of one key of one group, for `apply`."""
 
     group: ScheduledGroup
     key: str
     values: array[float]
     later_betas: tuple[float, ...] | None
-    """The betas that are not cycled, where the first one is."""
+    """The betas after the first one, which are not cycled; None for other keys."""
