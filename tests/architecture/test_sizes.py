@@ -12,6 +12,7 @@ from pathlib import Path
 from layers import PACKAGE, ROOT, files
 
 LONGEST_FILE, LONGEST_FUNCTION, MOST_POSITIONAL, LONGEST_UPDATE = 600, 40, 3, 80
+LONGEST_LOGGER = 80
 UPDATE = ("fit", "update", "compute_gradients", "apply_gradients")
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 IGNORED = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
@@ -72,6 +73,14 @@ def test_no_file_has_more_than_600_code_lines() -> None:
     sizes = {path.relative_to(ROOT).as_posix(): len(lines_with_code(path.read_text())) for path in paths}
     assert len(sizes) > 100
     assert {path: size for path, size in sizes.items() if size > LONGEST_FILE} == {}
+
+
+def test_a_logger_has_at_most_80_lines() -> None:
+    """Docstrings and blank lines are counted: a logger is one tracker's calls, all else is in `base.py`."""
+    paths = [path for path in (PACKAGE / "observers/loggers").glob("*.py") if path.name != "base.py"]
+    sizes = {path.name: len(path.read_text().splitlines()) for path in paths}
+    assert len(sizes) > 4
+    assert {name: size for name, size in sizes.items() if size > LONGEST_LOGGER} == {}
 
 
 def test_code_lines_leave_out_docstring_comments_and_blank_lines() -> None:

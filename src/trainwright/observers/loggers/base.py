@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import sys
+import time
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from io import BytesIO
@@ -18,6 +20,7 @@ if TYPE_CHECKING:
     from trainwright.observers.probes import ModelStatistics
     from trainwright.observers.throughput import Speed
 
+_FLUSH_SECONDS = 5.0
 _FACTS = ("parameters", "frozen", "device", "train", "val", "rows", "batch_size", "epochs", "max_updates")
 
 
@@ -30,27 +33,40 @@ class Logger(Observer):
     trainer, of the data and of the optimizers, as text and numbers; never environment variables or the command line.
 
     An error of the tracker does not stop the run. It is a warning, once, and logging continues at the next validation;
-    where the tracker could not be opened, at the next `fit`.
+    where the tracker could not be opened, at the next `fit`. `sys.excepthook`, `sys.exit` and Python's random state
+    are restored after each call.
 
     A logger for another tracker overrides `open`, `write`, `flush`, `close` and, for figures, `write_figure`.
 
     Args:
         every: The interval, in updates or seconds, at which an update is logged; others are not recorded.
         hyperparameters: Further settings to log, for example `vars(args)`.
+        package: The package of the tracker, which is also the name of its extra. No package by default.
+
+    Raises:
+        SettingError: Without the package of the tracker.
     """
 
-    def __init__(self, *, every: Duration = Updates(10), hyperparameters: Mapping[str, Any] | None = None) -> None:  # noqa: B008
+    def __init__(
+        self,
+        *,
+        every: Duration = Updates(10),  # noqa: B008
+        hyperparameters: Mapping[str, Any] | None = None,
+        package: str = "",
+    ) -> None:
         name = type(self).__name__
         if not isinstance(every, Updates | Seconds):
             fix = f"{name}(..., every=Updates(10))"
             raise SettingError(f"{name}(every={every!r})", want="Updates(n) or Seconds(n)", fix=fix)
+        if package:
+            _require(package, name)
         self.every, self.hyperparameters = every, dict(hyperparameters or {})
         self._plan = Plan()
         self._keep: int | None = -1
         """The update up to which earlier records stay when the tracker is opened, -1 for none; None: all."""
         self._resumes = False
         self._is_open = self._is_off = self._warned = False
-        self._validated = -1
+        self._validated, self._flushed = -1, 0.0
 
     # For subclasses.
 
@@ -71,7 +87,7 @@ class Logger(Observer):
         raise SettingError(what, fix='figure.savefig("figure.png")')
 
     def flush(self) -> None:
-        """Write out what is buffered, at each validation and save. No-op here."""
+        """Send buffered numbers: about every 5 seconds, at each validation and save, and before `close`. No-op here."""
 
     def close(self, result: Result | None) -> None:
         """Close the tracker; `result` of a `fit` that has ended."""
@@ -122,7 +138,7 @@ class Logger(Observer):
         if record.final:
             numbers = {f"final/{name}": value for name, value in means.items()}
         self._write(record.update, numbers | ({"skipped": record.skipped} if record.skipped else {}))
-        self._log(self.flush)
+        self._flush()
 
     def on_epoch(self, record: Validation) -> None:
         """Log an epoch, unless the validation at its end was logged."""
@@ -144,7 +160,7 @@ class Logger(Observer):
     def on_save(self, saved: Saved) -> None:
         """Flush: a run that resumes from this checkpoint finds the numbers before it."""
         if self._is_open:
-            self._log(self.flush)
+            self._flush()
 
     def on_fit_end(self, result: Result) -> None:
         """Close the tracker."""
@@ -152,6 +168,12 @@ class Logger(Observer):
 
     def _write(self, update: int, numbers: Mapping[str, float]) -> None:
         self._log(lambda: self.write(update, numbers))
+        if time.monotonic() - self._flushed >= _FLUSH_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._flushed = time.monotonic()
+        self._log(self.flush)
 
     def _log(self, action: Callable[[], None]) -> None:
         """Do it, and open the tracker before."""
@@ -169,11 +191,13 @@ class Logger(Observer):
     def _close(self, result: Result | None) -> None:
         if self._is_open:
             self._is_open = False
+            self._attempt(self.flush)
             self._attempt(lambda: self.close(result))
 
     def _attempt(self, action: Callable[[], None]) -> None:
-        """Do it. Whatever a tracker, a disk or a network raises is no reason to lose the run: it is a warning."""
+        """Do it. An exception of a tracker, a disk or a network is a warning: the run goes on without the logger."""
         state = random.getstate()  # MLflow draws the names of runs
+        hooks = sys.excepthook, sys.exit  # W&B replaces both to note how the process ends
         try:
             action()
         except Exception as error:
@@ -183,9 +207,10 @@ class Logger(Observer):
                 warn_user(f"{type(self).__name__} failed, and the run continues without it: {first_line(error)}")
         finally:
             random.setstate(state)
+            sys.excepthook, sys.exit = hooks
 
 
-def require(package: str, logger: str) -> None:
+def _require(package: str, logger: str) -> None:
     """Raise SettingError, which names the extra, where a package is not installed."""
     spec = find_spec(package)
     if spec is None or spec.origin is None:  # a folder of that name, such as the `wandb` of earlier runs, has no origin

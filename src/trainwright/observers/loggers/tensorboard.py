@@ -11,7 +11,7 @@ from trainwright.core.durations import Duration, Updates
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result
 from trainwright.core.suggestions import suggests
-from trainwright.observers.loggers.base import Logger, require
+from trainwright.observers.loggers.base import Logger
 
 
 @suggests
@@ -25,9 +25,6 @@ class TensorBoardLogger(Logger):
         directory: Where the event files are written.
         every: The interval, in updates or seconds, at which an update is logged; others are not recorded.
         hyperparameters: Further settings to log, for example `vars(args)`.
-
-    Raises:
-        SettingError: Without the package tensorboard.
     """
 
     def __init__(
@@ -37,8 +34,7 @@ class TensorBoardLogger(Logger):
         every: Duration = Updates(10),  # noqa: B008
         hyperparameters: Mapping[str, Any] | None = None,
     ) -> None:
-        super().__init__(every=every, hyperparameters=hyperparameters)
-        require("tensorboard", "TensorBoardLogger")
+        super().__init__(every=every, hyperparameters=hyperparameters, package="tensorboard")
         self.directory = local_path(directory, "TensorBoardLogger({})")
         self._writer: Any = None
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,16 +11,16 @@ from trainwright.core.durations import Duration, Updates
 from trainwright.core.plan import Plan
 from trainwright.core.records import Result
 from trainwright.core.suggestions import suggests
-from trainwright.observers.loggers.base import Logger, require
+from trainwright.observers.loggers.base import Logger
 
 
 @suggests
 class WandbLogger(Logger):
     """Logs the numbers, settings and figures of a run to Weights & Biases; `WANDB_MODE=offline` keeps them on the disk.
 
-    Further stages and a resume from the run's checkpoint continue the same run: it has the id of the checkpoints. What
-    was logged after the update of a resume cannot be dropped there: these updates have two points each, which are equal
-    on a CPU. The x-axis of all charts is `update`. Code, command line, git and console output are not sent.
+    Further stages and a resume from the run's checkpoint continue the same run: it has the id of the checkpoints. W&B
+    cannot drop points: an update repeated after a resume has two, which are equal on a CPU. The x-axis of all charts is
+    `update`. Code, command line, git and console output are not sent.
 
     Args:
         project: The project.
@@ -30,9 +29,6 @@ class WandbLogger(Logger):
         every: The interval, in updates or seconds, at which an update is logged; others are not recorded.
         hyperparameters: Further settings to log, for example `vars(args)`.
         run: A run of `wandb.init` of your own, with its own project, name and settings; it is not finished.
-
-    Raises:
-        SettingError: Without the package wandb.
     """
 
     def __init__(
@@ -45,8 +41,7 @@ class WandbLogger(Logger):
         hyperparameters: Mapping[str, Any] | None = None,
         run: Any = None,
     ) -> None:
-        super().__init__(every=every, hyperparameters=hyperparameters)
-        require("wandb", "WandbLogger")
+        super().__init__(every=every, hyperparameters=hyperparameters, package="wandb")
         self.project, self.name, self.directory = project, name, local_path(directory, "WandbLogger(directory={})")
         self.run, self._is_own = run, run is None
 
@@ -76,14 +71,10 @@ class WandbLogger(Logger):
             self.run.finish()
 
     def _init(self, run: str) -> Any:
-        hooks = sys.excepthook, sys.exit
         import wandb
 
         os.makedirs(self.directory, exist_ok=True)  # it takes a temporary one where there is none
         settings = wandb.Settings(console="off", quiet=True, finish_timeout=60, disable_git=True, disable_code=True)
         settings.x_disable_meta = True  # the command line, paths and names of user and machine
         which: dict[str, Any] = {"project": self.project, "name": self.name, "id": run, "dir": str(self.directory)}
-        try:
-            return wandb.init(**which, resume="allow", reinit="create_new", settings=settings)
-        finally:
-            sys.excepthook, sys.exit = hooks  # it replaces both to note how the process ends
+        return wandb.init(**which, resume="allow", reinit="create_new", settings=settings)
