@@ -26,7 +26,7 @@ from trainwright.core.suggestions import (
     suggests,
 )
 from trainwright.fit import arguments
-from trainwright.fit.plan import EACH_EPOCH, Ends, ResumeArguments, make_plan, settings_of
+from trainwright.fit.plan import EACH_EPOCH, Ends, ResumeArgs, make_plan, settings_of
 from trainwright.fit.record import NOT_RUNNING, StageRecord
 from trainwright.metrics.metric_set import MetricSet
 from trainwright.observers.console import Console, console_observers
@@ -240,7 +240,7 @@ class Trainer(Generic[M]):
         from trainwright.fit.context import FitContext
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate, validate_at_start, max_val_batches)
-        resuming = ResumeArguments(resume, resume_data, resume_fresh)
+        resuming = ResumeArgs(resume, resume_data, resume_fresh)
         with FitContext(self, train, val, batch_size=batch_size, ends=ends, resume=resuming) as (run, boundary):
             counters, strategy = run.counters, run.strategy
             while not counters.stopped:

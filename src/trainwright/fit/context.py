@@ -29,7 +29,7 @@ from trainwright.diagnostics.explain import explain
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.boundary import Boundary
 from trainwright.fit.opening import open_data
-from trainwright.fit.plan import Ends, ResumeArguments, check_watched, make_plan, watched_numbers
+from trainwright.fit.plan import Ends, ResumeArgs, check_watched, make_plan, watched_numbers
 from trainwright.fit.rank_sync import check_same_config
 from trainwright.fit.record import NOT_RUNNING
 from trainwright.fit.result import FitEnd
@@ -63,7 +63,7 @@ class FitContext:
     """
 
     def __init__(
-        self, trainer: TrainerLike, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: ResumeArguments
+        self, trainer: TrainerLike, train: Any, val: Any, *, batch_size: int | None, ends: Ends, resume: ResumeArgs
     ) -> None:
         self._trainer, self._data, self._ends, self._resume = trainer, (train, val, batch_size), ends, resume
         grace = UPDATE_GRACE if trainer.checkpoint is None else trainer.checkpoint.grace

@@ -68,7 +68,7 @@ class Ends:
 
 
 @dataclass(frozen=True, slots=True)
-class ResumeArguments:
+class ResumeArgs:
     """The arguments `resume`, `resume_data` and `resume_fresh` of `fit`."""
 
     where: str | Path | None = None

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from torch import nn
 
@@ -41,7 +41,7 @@ from trainwright.core.progress import Counters
 from trainwright.core.suggestions import did_you_mean
 from trainwright.fit.boundary import Boundary
 from trainwright.fit.early_stopping import is_best
-from trainwright.fit.plan import ResumeArguments, changed, settings_of
+from trainwright.fit.plan import ResumeArgs, changed, settings_of
 from trainwright.fit.result import copied_weights, path_at
 from trainwright.fit.saving import DataPosition, complete_state
 from trainwright.modules.dtensors import is_sharded
@@ -132,19 +132,19 @@ class FinishedStart(FitStart):
 # Choosing the start.
 
 
-def choose_start(trainer: TrainerLike, loaded: Loaded | None, asked: ResumeArguments) -> FitStart:
+def choose_start(trainer: TrainerLike, loaded: Loaded | None, args: ResumeArgs) -> FitStart:
     """Return the start of the `fit`. SettingError or CheckpointError if the checkpoint does not fit it."""
     if loaded is None:
         return _start_fresh(trainer)
     progress = _progress_of(loaded)
     stage, saved_stage = trainer._counters.stage, progress["counters"]["stage"]
     if saved_stage == stage:
-        return _resume_from(trainer, loaded, asked, progress=progress)
+        return _resume_from(trainer, loaded, args, progress=progress)
     if saved_stage > stage:
         return _already_finished(loaded, progress, stage=stage)
-    if asked.where != "auto":
+    if args.where != "auto":
         raise SettingError(
-            f"resume={str(asked.where)!r} was saved in fit number {saved_stage + 1} of its run, "
+            f"resume={str(args.where)!r} was saved in fit number {saved_stage + 1} of its run, "
             f"this is number {stage + 1}",
             want="a checkpoint of the same fit, or of a later one",
             fix='resume="auto", which starts this fit where there is none of it',
@@ -175,24 +175,22 @@ def _already_finished(loaded: Loaded, progress: Mapping[str, Any], *, stage: int
     )
 
 
-def _resume_from(
-    trainer: TrainerLike, loaded: Loaded, asked: ResumeArguments, *, progress: Mapping[str, Any]
-) -> ResumedStart:
+def _resume_from(trainer: TrainerLike, loaded: Loaded, args: ResumeArgs, *, progress: Mapping[str, Any]) -> FitStart:
     """Return the start of a `fit` that resumes from a checkpoint of the same stage."""
-    fresh, saved, now = tuple(asked.fresh), progress["settings"], settings_of(trainer)
+    fresh, saved, now = tuple(args.fresh), progress["settings"], settings_of(trainer)
     if "optimizer" not in fresh and saved["optimizer"] != now["optimizer"]:
         raise _other_optimizer(loaded.path, saved=saved["optimizer"], now=now["optimizer"], fresh=fresh)
     lines = [f"resumed from {loaded.path} at update {loaded.manifest['update']}"]
     if fresh:
         lines.append(f"resume_fresh: {' and '.join(fresh)} started anew")
-    if not asked.data:
+    if not args.data:
         lines.append(f"resume_data=False: epoch {loaded.manifest['epoch'] + 1} begins anew, with other data")
     if difference := changed(saved, now):
         lines.append(difference)
     begun = progress["counters"]["epoch"] + progress["counters"]["begun"]
     origin = str(loaded.path.parent)
     return ResumedStart(
-        lines=tuple(lines), origin=origin, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=asked.data
+        lines=tuple(lines), origin=origin, begun_epochs=begun, checkpoint=loaded, fresh=fresh, with_data=args.data
     )
 
 
@@ -210,14 +208,13 @@ def _other_optimizer(path: Path, *, saved: str, now: str, fresh: tuple[str, ...]
 
 def _progress_of(loaded: Loaded) -> Mapping[str, Any]:
     """Return part `progress` of a checkpoint, checked. DamagedError if no run can have written it."""
-    progress: Any = loaded.tree.get("progress")
+    progress: Mapping[str, Any] = cast(Any, loaded.tree.get("progress"))
     try:
         _check_progress(progress, loaded.manifest)
     except FormError as error:
         what = f"{loaded.path} is damaged: in part 'progress' {error}"
         raise DamagedError(what, str(loaded.path), early=True) from error
-    checked: Mapping[str, Any] = progress
-    return checked
+    return progress
 
 
 def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
