@@ -1,4 +1,4 @@
-"""Find inputs and target in a batch, and call a model with them."""
+"""The default step: split of a batch into inputs and target, call of the model, and loss."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ if TYPE_CHECKING:
 
 
 def split(batch: Any) -> tuple[Any, Any]:
-    """Return (inputs, target): a sequence's last item is the target, a mapping's is found by its key, else None.
+    """Return (inputs, target) of a batch; the target is None if there is none.
 
-    The inputs are a tuple (positional) or a dict (keywords). Raises DataError for a batch of any other form.
+    The target is the last item of a sequence, or the value of a known key of a mapping. The inputs are a tuple (for
+    positional arguments) or a dict (for keyword arguments). Raises DataError for a batch of any other type.
     """
     if isinstance(batch, tuple | list):
         return (tuple(batch[:-1]), batch[-1]) if len(batch) > 1 else (tuple(batch), None)
@@ -42,7 +43,7 @@ def _split_mapping(batch: Mapping[Any, Any]) -> tuple[dict[Any, Any], Any]:
 
 
 def known_target(batch: Any) -> Tensor | None:
-    """The target that `split` would find, where it is a tensor; None for every other batch."""
+    """Return the target that `split` finds, if it is a tensor; else None."""
     target = None
     if isinstance(batch, tuple | list) and len(batch) > 1:
         target = batch[-1]
@@ -52,9 +53,9 @@ def known_target(batch: Any) -> Tensor | None:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call a model with a tuple as positional inputs, a mapping as keywords, anything else as it is.
+    """Call a model with a tuple as positional arguments, a mapping as keyword arguments, or one other value.
 
-    Raises DataError if the model's `forward` does not take the keys of a mapping.
+    Raises DataError if the model's `forward` does not accept the keys of a mapping.
     """
     if isinstance(inputs, tuple):
         return model(*inputs)
@@ -69,10 +70,10 @@ def call(model: Any, inputs: Any) -> Any:
 
 
 def own_loss(trainer: TrainerLike, batch: Any) -> StepOutput:
-    """Return the loss that the model itself gives for a batch, where the Trainer has none.
+    """Return the loss that the model itself computes for a batch, for a Trainer without a loss.
 
-    The model is called with a complete mapping, or with a sequence as positional arguments. It returns a scalar, or an
-    object with a `loss` (attribute or key), whose `logits`, if it has them, are the output for metrics.
+    The model is called with the complete mapping, or with the sequence as positional arguments. It must return a
+    scalar, or an object with a `loss` (attribute or key); its `logits`, if any, are the output for metrics.
     """
     inputs = batch if isinstance(batch, Mapping | tuple) else tuple(batch) if isinstance(batch, list) else (batch,)
     try:
@@ -80,7 +81,7 @@ def own_loss(trainer: TrainerLike, batch: Any) -> StepOutput:
     except TypeError:
         if _takes(trainer.model, inputs):
             raise
-        if trainer.metrics and not trainer.optimizers:  # nothing is trained, and metrics need no loss
+        if trainer.metrics and not trainer.optimizers:  # an evaluation of metrics only, which need no loss
             inputs, target = trainer._hooks.split(batch)
             return StepOutput(None, call(trainer.model, inputs), target)
         raise _without_loss(trainer, f"does not take a complete {type(batch).__name__} with the target in it") from None
@@ -93,13 +94,13 @@ def own_loss(trainer: TrainerLike, batch: Any) -> StepOutput:
 
 
 def scores_of(returned: Any) -> Any:
-    """Return the output for metrics and reports from the return of a model with its own loss: its `logits`, if any."""
+    """Return the output for metrics and reports of a model that computes its loss: its `logits`, or all it returns."""
     logits = None if isinstance(returned, Tensor) else _named(returned, "logits")
     return returned if logits is None else logits
 
 
 def loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
-    """Return the loss of a micro-batch in training as the user gave it; a loss that sums is a sum."""
+    """Return the loss of a micro-batch in training; a `SumLoss` for a known loss with `reduction="sum"`."""
     if target is None or trainer.loss is None:
         raise no_loss(trainer, target)
     known = trainer._hooks.known_loss
@@ -110,13 +111,13 @@ def loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
 
 
 def counted_loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
-    """Return a known mean of torch's for a micro-batch in training, with its count where a window has several."""
+    """Return the mean of a known torch loss for a micro-batch in training, with its count if it must be weighted."""
     known, window, is_counted = trainer._hooks.known_loss, trainer._tracker.window, trainer._hooks.count is not None
     if target is None or known is None:
         raise no_target()
     if known.each_element and output.shape != target.shape:
         check_shapes(trainer.loss, output, target)
-    # Only `compute_gradients` weights losses; a custom `update` that calls the step gets a plain mean.
+    # Only `compute_gradients` weights losses; a custom `update` that calls the step itself gets a plain mean.
     is_weighted = window is not None and window.begun and window.position + 1 < len(window.batches)
     if window is None or not is_weighted or (is_counted and len(window.batches) == 1):
         return trainer.loss(output, target)
@@ -124,7 +125,7 @@ def counted_loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
 
 
 def exact_loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
-    """Return the loss of a batch in an evaluation: a sum with its count, where torch's loss is known."""
+    """Return the loss of a batch in an evaluation: for a known torch loss, a sum with its count."""
     if target is None or trainer.loss is None:
         raise no_loss(trainer, target)
     known = trainer._hooks.known_loss
@@ -137,7 +138,7 @@ def exact_loss_of(trainer: TrainerLike, output: Any, target: Any) -> Any:
 
 
 def no_loss(trainer: TrainerLike, target: Any) -> Exception:
-    """Build the error for a default step that lacks its loss or its target."""
+    """Return the error for a default step without a loss or a target."""
     if trainer.loss is None:
         return SettingError(
             "no loss: loss is None, and this step is not overridden",
@@ -149,7 +150,7 @@ def no_loss(trainer: TrainerLike, target: Any) -> Exception:
 
 
 def _takes(model: Any, inputs: Any) -> bool:
-    """Return whether a model can be called with these inputs; True for one without a signature."""
+    """Return whether a model can be called with these inputs; True if its signature is unknown."""
     try:
         signature = inspect.signature(model.forward)
         signature.bind(**inputs) if isinstance(inputs, Mapping) else signature.bind(*inputs)
@@ -172,11 +173,11 @@ def _without_loss(
 
 
 def _step_to_write(returned: Any, batch: Any) -> str:
-    """Return the code of a step that takes the loss out of the model's return, if it has one; else of a loss."""
+    """Return the code of a step that extracts the loss from the model's return; without one, that of a loss."""
     given = "**batch" if isinstance(batch, Mapping) else "*batch" if isinstance(batch, tuple | list) else "batch"
     step = f"def training_step(self, batch): return self.model({given})"
     if isinstance(returned, Mapping) and returned and all(map(_is_scalar, returned.values())):
-        return step  # as torchvision's detectors: named losses
+        return step  # a dict of named losses, as torchvision's detectors return
     if isinstance(returned, tuple | list) and any(map(_is_scalar, returned)):
         return f"{step}[{list(map(_is_scalar, returned)).index(True)}]"
     return "Trainer(model, optimizer, nn.CrossEntropyLoss())"
@@ -187,14 +188,14 @@ def _is_scalar(value: Any) -> bool:
 
 
 def _named(value: Any, name: str) -> Any:
-    """The attribute or the item of this name, or None."""
+    """Return the attribute or item of this name, or None."""
     if isinstance(value, Mapping):
         return value.get(name)
     return getattr(value, name, None)
 
 
 def _kind(value: Any) -> str:
-    """Describe the return of a model in a few words."""
+    """Return a short description of the return of a model, for an error."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, Mapping):
@@ -206,7 +207,7 @@ def _other_keys(model: Any, inputs: Mapping[Any, Any]) -> DataError:
     parameters = inspect.signature(model.forward).parameters
     names = [name for name, one in parameters.items() if one.default is one.empty]
     have, fix = ", ".join(map(repr, inputs)), ""
-    if any(isinstance(value, tuple | list | Mapping) for value in inputs.values()):  # as `together` gives them
+    if any(isinstance(value, tuple | list | Mapping) for value in inputs.values()):  # a batch of `together`
         fix = f"def training_step(self, batch): x, y = batch[{next(iter(inputs))!r}]; ..."
     given = [key for key in inputs if isinstance(key, str)]
     taken = "".join(f'inputs["{key}"], ' for key in given[: len(names)]) or "..."

@@ -1,4 +1,4 @@
-"""The deferred check: the device decides whether an update is applied, and the host reads that some updates later."""
+"""The deferred check: the device decides whether an update is applied; the host reads the result some updates later."""
 
 from __future__ import annotations
 
@@ -38,15 +38,15 @@ if TYPE_CHECKING:
 
 
 AHEAD = 3
-"""Updates that may be queued on the device before the host waits for the oldest of them."""
+"""The most updates queued on the device; then the host waits for the oldest one."""
 ROWS = 512
-"""Rows of a table of rates that are on the device at a time."""
+"""The number of rows of the rate table that are on the device at a time."""
 ASYNC_DEVICES = {"cuda", "meta"}
-"""The kinds of devices where a read waits for the kernels before it."""
+"""Device types on which a read waits for all earlier kernels."""
 
 
 class DeviceScale(LossScale):
-    """A loss scale that is adapted on the device; its values are those of `LossScaler` on the host."""
+    """A loss scale that is adapted on the device, with the same values as a `LossScaler` on the host."""
 
     def __init__(self, scaler: LossScaler, device: torch.device) -> None:
         self._host = scaler
@@ -57,7 +57,7 @@ class DeviceScale(LossScale):
 
     @property
     def scale(self) -> Tensor:
-        """The factor of every `grad_tensor` of `backward`: a 0-dim tensor."""
+        """The factor of the gradients of `backward`: a 0-dim tensor."""
         return self._scale
 
     def inv_scale(self) -> Any:
@@ -65,7 +65,7 @@ class DeviceScale(LossScale):
         return self._scale.to(widest_float(self._scale.device)).reciprocal()
 
     def adapt(self, overflowed: Any) -> None:
-        """Lower the scale where the 0-dim tensor `overflowed` is 1; else raise it after enough updates without one."""
+        """Lower the scale if the 0-dim tensor `overflowed` is 1; else raise it after enough updates without one."""
         settings = self.settings
         update_scale(
             self._scale,
@@ -79,23 +79,23 @@ class DeviceScale(LossScale):
 
     @property
     def at_floor(self) -> Any:
-        """1.0 where the scale cannot be lowered any more, a 0-dim tensor."""
+        """A 0-dim tensor: 1.0 if the scale cannot be lowered further, else 0.0."""
         return (self._scale <= self.settings.min_scale).float()
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data; read from the device, between two updates."""
+        """Return plain data, read from the device; called between two updates."""
         scale, good = host_reads.read([self._scale, self._good])
         self._host.load_state_dict({"scale": scale, "good": good})
         return self._host.state_dict()
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Take over a saved scale."""
+        """Load a saved scale."""
         self._host.load_state_dict(tree)
         self._send()
 
     @property
     def known(self) -> float:
-        """The scale that was sent to the device or read from it last."""
+        """The scale that was last sent to or read from the device."""
         return self._host.value
 
     @property
@@ -110,24 +110,24 @@ class DeviceScale(LossScale):
 
 
 class DeviceVerdict:
-    """`nonfinite_policy.verdict_of` as tensor arithmetic: the same table in zeros and ones, without a read."""
+    """`nonfinite_policy.verdict_of` as tensor arithmetic on flags of 0.0 and 1.0, without a read from the device."""
 
     def __init__(self, policy: Policy, device: torch.device, scale: DeviceScale | None) -> None:
         self._policy, self._scale = policy, scale
         self.left_out = torch.zeros((), dtype=torch.float32, device=device)
-        """1.0 where the update in progress is left out: the `found_inf` of the fused steps."""
+        """1.0 if the current update is skipped: the `found_inf` of the fused steps."""
         self.ends_run = torch.zeros((), dtype=torch.float32, device=device)
-        """1.0 from the update on that ends the run."""
+        """1.0 from the update that ends the run."""
         self.applied = torch.zeros((), dtype=torch.int64, device=device)
-        """Updates of this stage that were applied."""
+        """The number of applied updates of this stage."""
 
     def update_flags(self, gradient: Tensor, loss: Tensor) -> None:
-        """Set the flags for an update; `gradient`, `loss`: 1.0 where that is not finite. The table of `verdict_of`."""
+        """Set the flags for an update, as `verdict_of`. `gradient`, `loss`: 1.0 if they are not finite, else 0.0."""
         if self._scale is None:
             own = gradient if self._policy == "ignore" else torch.maximum(gradient, loss)
             overflow = torch.zeros_like(gradient)
         else:
-            # An overflow of a scaled gradient under a finite loss belongs to the scale, unless that is at its floor.
+            # An overflow of a scaled gradient with a finite loss is due to the scale, unless that is at its minimum.
             overflow = gradient * (1.0 - loss) * (1.0 - self._scale.at_floor)
             own = torch.maximum(gradient, loss) * (1.0 - overflow)
             self._scale.adapt(gradient)
@@ -140,50 +140,50 @@ class DeviceVerdict:
             self.left_out.copy_(overflow)
 
     def count(self) -> None:
-        """Count the update in progress where it is applied."""
+        """Count the current update, if it is applied."""
         self.applied.add_((self.left_out == 0).to(torch.int64))
 
     def reset(self, updates: int) -> None:
-        """Set the count of the host, and lower the flags."""
+        """Set the number of applied updates to that of the host, and lower the flags."""
         self.applied.fill_(updates)
         self.ends_run.zero_()
         self.left_out.zero_()
 
 
 class DeviceLRTable:
-    """The rates of a schedule as a table on the device, of which each update takes the row of the applied updates."""
+    """The rates of a schedule as a table on the device; each update uses the row for the number of applied updates."""
 
     def __init__(self, schedule: TableSchedule, device: torch.device) -> None:
         self._schedule, self._device = schedule, device
         self._table = torch.zeros(0, 0, device=device)
         self._version = schedule.version
         self._begin: int | None = None
-        """The first row of the table, as the host knows it; None where it was not sent yet."""
+        """The update of the first row of the table, on the host; None if no table was sent yet."""
         self._first = torch.zeros((), dtype=torch.int64, device=device)
 
     def resize(self, groups: int) -> None:
-        """Set how many groups there are; with others the table is sent again when it is needed next."""
+        """Set the number of parameter groups; after a change, the table is sent again when it is next needed."""
         if self._table.shape[1] != groups:
             self._table, self._begin = torch.zeros(ROWS, groups, dtype=torch.float32, device=self._device), None
 
     def of(self, updates: int) -> list[float]:
-        """Return the rates of the update that follows `updates` applied ones, on the host."""
+        """Return the rates for the update after `updates` applied ones, on the host."""
         return self._schedule.at(updates)
 
     def reach(self, applied: int) -> None:
-        """Have the table hold the rates of the update to come; `applied`: updates that the host knows to be applied."""
-        # The device has applied at most AHEAD updates more.
+        """Send the rates of the next update if the table lacks them; `applied`: applied updates known to the host."""
+        # The device may have applied up to AHEAD more updates.
         stale = self._version != self._schedule.version
         if stale or self._begin is None or not self._begin <= applied < self._begin + ROWS - AHEAD:
             self._send(applied)
 
     def at(self, applied: Tensor) -> list[Tensor]:
-        """Return the rate of each group after so many applied updates, 0-dim tensors."""
+        """Return the rate of each group after `applied` updates, as 0-dim tensors."""
         row = (applied - self._first).reshape(1)
         return list(self._table.index_select(0, row).reshape(-1).unbind())
 
     def _send(self, first: int) -> None:
-        """Send the rows from `first` on, into the memory of those before them."""
+        """Send the rows from `first` on, into the same device memory."""
         table = torch.tensor([self._schedule.at(first + row) for row in range(ROWS)], dtype=torch.float32)
         if self._device.type == "cuda":
             table = table.pin_memory()
@@ -193,10 +193,10 @@ class DeviceLRTable:
 
 
 class AsyncReads:
-    """Reads numbers of the device through a ring of pinned host memory, in order, each delivered once.
+    """Asynchronous reads from the device through a ring of pinned host buffers, delivered in order.
 
-    All numbers of an update are in one copy. The host never waits for a copy in progress, but for that of the
-    update `ahead` before the newest: the one wait of the loop, which also bounds how far the host runs ahead.
+    All numbers of an update are read by one copy. The host only waits for the copy of the update `ahead` before the
+    newest one. This is the only wait of the loop, and limits how far the host runs ahead.
     """
 
     def __init__(self, device: torch.device, *, ahead: int = AHEAD) -> None:
@@ -206,7 +206,7 @@ class AsyncReads:
         self._under_way: deque[tuple[Any, Tensor, list[Any], Callable[[list[float]], None]]] = deque()
 
     def push(self, values: Sequence[float | Tensor], deliver: Callable[[list[float]], None]) -> None:
-        """Start to read scalars of the device or the host; `deliver` gets them as floats, in order, on arrival."""
+        """Start a read of scalars on the device or the host; on arrival, `deliver` gets them as floats, in order."""
         there = [value for value in values if _is_under_way(value, self._device)]
         kind = widest_float(self._device)
         stacked = torch.stack([one.detach().reshape(()).to(self._device, kind) for one in there]) if there else None
@@ -223,16 +223,16 @@ class AsyncReads:
         return bool(self._under_way)
 
     def flush(self) -> None:
-        """Wait for all reads in progress, and deliver their numbers."""
+        """Wait for all reads in progress and deliver their numbers."""
         while self._under_way:
             self._deliver()
 
     def drop(self) -> None:
-        """Drop all that was not delivered."""
+        """Drop all numbers that were not delivered."""
         self._under_way.clear()
 
     def _slot(self, size: int) -> Tensor:
-        """Return host memory that no copy in progress writes to; pinned, if the device is CUDA."""
+        """Return a host buffer that no copy in progress writes to; pinned if the device is CUDA."""
         self._turn = (self._turn + 1) % len(self._slots)
         if self._slots[self._turn].numel() < size:
             pinned = self._device.type == "cuda"
@@ -249,7 +249,7 @@ class AsyncReads:
 
 
 def fetch(numbers: Tensor, slot: Tensor) -> Any:
-    """Copy numbers from a device into host memory without a wait; return the event of their arrival."""
+    """Start a copy of numbers from a device into host memory; return the CUDA event of its end, or None."""
     slot.copy_(numbers, non_blocking=True)
     if numbers.device.type != "cuda":
         return None
@@ -259,11 +259,11 @@ def fetch(numbers: Tensor, slot: Tensor) -> Any:
 
 
 _READ: Any = object()
-"""In place of a number that is being read."""
+"""Marks a number that is being read from the device."""
 
 
 def _is_under_way(value: float | Tensor, device: torch.device) -> TypeGuard[Tensor]:
-    """Return whether only the device has a number; with another device, the host knows a tensor on the CPU."""
+    """Return whether a number must be read from the device; a CPU tensor counts only if the device is the CPU."""
     return isinstance(value, Tensor) and not (value.is_cpu and device.type != "cpu")
 
 
@@ -274,25 +274,25 @@ class _Pending:
     update: Update
     entries: list[Entry]
     terms: Terms
-    """Its numbers that are known already: those of probes."""
+    """The numbers that are already known: those of probes."""
     before: tuple[int, int]
-    """Micro-batches and rows before it."""
+    """Micro-batches and rows before the update."""
     after: tuple[int, int]
-    """Micro-batches and rows up to its end."""
+    """Micro-batches and rows after the update."""
     captured: int
-    """How often the snapshot had been captured when it was made."""
+    """The number of captures of the snapshot at the time of the update."""
     norms: tuple[str, ...]
-    """The optimizers whose norms are among its numbers."""
+    """The optimizers whose norms are among the numbers."""
     window: Window
-    """Its micro-batches as the data gave them, for an error that looks at them."""
+    """The host micro-batches, for an error that inspects them."""
 
 
 class DeferredCheck(UpdateStrategy):
-    """Lets the device check each update, and reads its numbers up to three updates later, without a wait in between.
+    """Checks each update on the device, and reads its numbers up to three updates later, without a wait in between.
 
-    A loss, gradient or norm that is not finite raises a flag on the device, torch's `found_inf`. The fused kernels of
-    that update and of all later ones then leave weights and optimizer state as they are. So the error may come up to
-    three updates late: everything is as it was before the update that it names.
+    A non-finite loss, gradient or norm raises a flag on the device, torch's `found_inf`. The fused kernels of this
+    update and of all later ones then change neither weights nor optimizer state. So the error may be raised up to three
+    updates late, with the state from before the update that it names.
     """
 
     updates_ahead = AHEAD
@@ -302,17 +302,17 @@ class DeferredCheck(UpdateStrategy):
         self.reports = True
         self._reads = AsyncReads(run.trainer.device)
         self._found_inf: Tensor | None = None
-        """The flag of the update in progress; None where nothing is checked."""
+        """The flag of the current update; None if nothing is checked."""
         self._before = (0, 0)
         self._applied = 0
-        """Updates of this stage that are known to be applied."""
+        """The number of updates of this stage that are known to be applied."""
         self._scale: float | None = None
-        """The loss scale of the update whose numbers arrive next; None where no observer asks, or without a scale."""
+        """The loss scale of the update whose numbers arrive next; None without observers or without a scale."""
         self._fuses_clipping = False
-        """Whether the steps multiply and clip the gradients themselves."""
+        """Whether the kernels of the steps unscale and clip the gradients."""
 
     def regroup(self) -> None:
-        """Make the steps read the flag, and rates of the device, by the parameter groups of now."""
+        """Bind the steps to the flag and to the rates on the device, for the current parameter groups."""
         steps = self._run.optimizer_steps
         mask, lrs = self.mask(), self.device_lrs()
         self._fuses_clipping = all(step.can_fuse_clipping() for step in steps.all.steps)
@@ -322,11 +322,11 @@ class DeferredCheck(UpdateStrategy):
             step.bind_kernels(mask, lrs, fuses_clipping=self._fuses_clipping)
 
     def mask(self) -> Tensor | None:
-        """Return the tensor that is 1 where a step changes nothing; None where nothing is checked."""
+        """Return the tensor that makes a step a no-op if it is 1; None if nothing is checked."""
         return self._run.gradients.flag if self._run.checks else None
 
     def device_lrs(self) -> Callable[[], list[Tensor]] | None:
-        """Return a function that returns the rates of the groups on the device; None: the groups have them."""
+        """Return a function that returns the rates of the groups on the device; None: use those in the groups."""
         return None
 
     def begin(self, window: Window) -> None:
@@ -338,7 +338,7 @@ class DeferredCheck(UpdateStrategy):
             self._applied = counters.updates
 
     def unscale_and_check(self, gradients: Gradients) -> Tensor | None:
-        """Return the flag. Where clipping is fused the steps multiply, and the norm is checked for the gradients."""
+        """Return the flag. With fused clipping, the steps unscale, and the norm is checked instead of the gradients."""
         if not self._fuses_clipping:
             return super().unscale_and_check(gradients)
         run = self._run
@@ -348,7 +348,7 @@ class DeferredCheck(UpdateStrategy):
         return gradients.flag if run.checks else None
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
-        """Have the device check the loss, the gradients and the norms; the steps that follow read its flag."""
+        """Check loss, gradients and norms on the device; always True, since the steps read the flag."""
         self.status.applied, self._found_inf = True, found_inf
         if found_inf is not None:
             norms = [step.norm for step in chosen.steps if isinstance(step.norm, Tensor)]
@@ -356,44 +356,44 @@ class DeferredCheck(UpdateStrategy):
         return True
 
     def check_on_device(self, found_inf: Tensor, gradients: Gradients, *, norms: list[Tensor]) -> None:
-        """Raise the flag where the loss or a norm is not finite; that of the gradients is raised already."""
+        """Raise the flag, which covers the gradients already, if the loss or a norm is not finite."""
         gradients.check_too([*self._run.tracker.losses, *norms])
 
     def adapt_scale(self, scaler: LossScale) -> None:
-        """No-op: the device adapts the loss scale, with its verdict."""
+        """No-op: the device adapts the loss scale together with its verdict."""
 
     def report(self, window: Window) -> None:
-        """Send the numbers of this update to the host, and report those updates whose numbers have arrived.
+        """Start the read of the numbers of this update, and report the updates whose numbers have arrived.
 
-        Raises NonFiniteError for one of them that was not finite, where the policy is "raise".
+        With the policy "raise", NonFiniteError for an update that was not finite.
         """
         run, tracker, optimizers = self._run, self._run.tracker, self._run.optimizer_steps
         norms = {one.name: one.norm for one in optimizers.all.steps if one.norm is not None}
         pending = _Pending(
             update=self.reporter.record(window, skipped=False, loss=nan, norm=None, values=optimizers.numbers()),
-            # A graph of autograd would hold the memory of an update until its numbers are read.
+            # Detached: an autograd graph would keep the memory of an update until its numbers are read.
             entries=[(name, _detached(value), count, summed) for name, value, count, summed in tracker.pop_unread()],
             terms=tracker.terms,
             before=self._before,
             after=(run.counters.batch, run.counters.rows),
             captured=0 if run.snapshot is None else run.snapshot.captured,
             norms=tuple(norms),
-            window=Window(window.batches, window.rows, move=window.mover),  # a new one: no batch stays on the device
+            window=Window(window.batches, window.rows, move=window.mover),  # a new one, without batches on the device
         )
         values, counts = [entry[1] for entry in pending.entries], [entry[2] for entry in pending.entries]
         numbers = [*values, *counts, *self.flags(), *norms.values()]
         self._reads.push(numbers, partial(self._receive, pending))
 
     def flags(self) -> list[float | Tensor]:
-        """Return whether the update in progress ends the run, whether it is left out, and the scale of the next one."""
+        """Return whether the current update ends the run, whether it is skipped, and the scale of the next update."""
         return [0.0 if self._found_inf is None else self._found_inf, 0.0, 0.0]
 
     def flush(self) -> None:
-        """Wait for the numbers of all updates."""
+        """Wait for the numbers of all updates, and report them."""
         self._reads.flush()
 
     def _receive(self, pending: _Pending, numbers: list[float]) -> None:
-        """Take over the numbers of an update that have arrived: add them up, count it, report it, or raise."""
+        """Add the arrived numbers of an update, count and report it, or raise NonFiniteError."""
         run, terms = self._run, pending.terms
         run.tracker.add_read(pending.entries, numbers, terms)
         ends_run, left_out, next_scale, *norms = numbers[2 * len(pending.entries) :]
@@ -416,7 +416,7 @@ class DeferredCheck(UpdateStrategy):
         self.reporter.send(update, {"loss": mean_of(terms.get("loss", [])), **values_of(terms), **grad_norms})
 
     def lrs_of(self, pending: _Pending) -> tuple[float, ...]:
-        """Return the rates of an update whose numbers have arrived, before it is counted."""
+        """Return the rates of an update whose numbers have arrived; called before it is counted."""
         return pending.update.lrs
 
     def _count(self, pending: _Pending, *, left_out: bool) -> None:
@@ -424,7 +424,7 @@ class DeferredCheck(UpdateStrategy):
         self._applied += 1
 
     def _raise(self, pending: _Pending, norms: list[float]) -> None:
-        """Restore what was changed since before an update that is not finite, and raise."""
+        """Restore the state from before a non-finite update, and raise NonFiniteError."""
         run, counters = self._run, self._run.counters
         if run.snapshot is not None:
             run.snapshot.restore(ago=run.snapshot.captured - pending.captured)
@@ -441,7 +441,7 @@ class DeferredCheck(UpdateStrategy):
         )
 
     def rewind(self, place: tuple[int, int]) -> None:
-        """Set counters and rates to the updates whose numbers were read, and drop those after them."""
+        """Reset counters and rates to the updates whose numbers were read; drop later updates."""
         run, counters = self._run, self._run.counters
         self._reads.drop()
         run.tracker.pop_unread()
@@ -449,16 +449,16 @@ class DeferredCheck(UpdateStrategy):
         self.apply_schedules(counters.updates)
 
     def apply_schedules(self, updates: int) -> None:
-        """Set the rates of the groups to those after so many applied updates."""
+        """Set the rates of the groups to those after `updates` applied updates."""
         for schedule in self._run.schedules.values():
             schedule.apply(updates)
 
 
 class DeferredSkip(DeferredCheck):
-    """A deferred check under a loss scale or `on_nonfinite="skip"`: the device leaves out single updates.
+    """A deferred check with a loss scale or `on_nonfinite="skip"`: the device skips single updates.
 
-    Only the device knows the number of applied updates, which a schedule reads. The host counts every update that it
-    does not know yet as applied, and corrects that when its numbers arrive.
+    Only the device knows the number of applied updates, which determines the rate. The host counts each pending update
+    as applied, and corrects the count when its numbers arrive.
     """
 
     scaler: DeviceScale | None
@@ -475,16 +475,16 @@ class DeferredSkip(DeferredCheck):
         self._lr_table = DeviceLRTable(schedule, device) if isinstance(schedule, TableSchedule) else None
         """The rates on the device; None without a schedule."""
         self._last = 0
-        """The applied updates before the one whose numbers were read last."""
+        """The applied updates before the last update whose numbers were read."""
         self._idle = 0
-        """Updates in a row that are known to be left out."""
+        """The number of consecutive updates known to be skipped."""
 
     def mask(self) -> Tensor:
-        """Return the tensor that is 1 where the update in progress is left out."""
+        """Return the tensor that is 1 if the current update is skipped."""
         return self._verdict.left_out
 
     def device_lrs(self) -> Callable[[], list[Tensor]] | None:
-        """Return a function that returns the rates after so many applied updates as the device knows."""
+        """Return a function that returns the rates for the number of applied updates on the device."""
         table = self._lr_table
         if table is None:
             return None
@@ -492,7 +492,7 @@ class DeferredSkip(DeferredCheck):
         return lambda: table.at(self._verdict.applied)
 
     def begin(self, window: Window) -> None:
-        """Begin the update of a window; its rates are on the device."""
+        """Begin the update of a window; make sure that its rates are on the device."""
         super().begin(window)
         if not self._reads.has_unread:
             self._verdict.reset(self._applied)
@@ -502,7 +502,7 @@ class DeferredSkip(DeferredCheck):
             self._lr_table.reach(self._applied)
 
     def check_on_device(self, found_inf: Tensor, gradients: Gradients, *, norms: list[Tensor]) -> None:
-        """Decide on the device whether the update is applied: by the flag of the gradients, and that of the loss."""
+        """Decide on the device whether the update is applied, by the flags of the gradients and of the loss."""
         gradients.check_too(norms)
         self._loss_flag.zero_()
         gradients.check_too(self._run.tracker.losses, self._loss_flag)
@@ -510,28 +510,28 @@ class DeferredSkip(DeferredCheck):
         found_inf.zero_()
 
     def report(self, window: Window) -> None:
-        """Count the update on the device, then report as a deferred check does."""
+        """Count the update on the device, then report as `DeferredCheck` does."""
         self._verdict.count()
         super().report(window)
 
     def flags(self) -> list[float | Tensor]:
-        """Return whether the update in progress ends the run, whether it is left out, and the scale of the next one."""
+        """Return whether the current update ends the run, whether it is skipped, and the scale of the next update."""
         scale = self.scaler.scale if self.scaler is not None and self.reporter.is_needed else 0.0
         return [self._verdict.ends_run, self._verdict.left_out, scale]
 
     def flush(self) -> None:
-        """Wait for the numbers of all updates; the rates of the groups are then those of the last one."""
+        """Wait for the numbers of all updates, then set the rates of the groups to those of the last update."""
         has_unread = self._reads.has_unread
         super().flush()
         if has_unread:
             self.apply_schedules(self._last)
 
     def lrs_of(self, pending: _Pending) -> tuple[float, ...]:
-        """Return the rates that follow as many applied updates as there were before this one."""
+        """Return the rates for the number of applied updates before this one."""
         return pending.update.lrs if self._lr_table is None else tuple(self._lr_table.of(self._applied))
 
     def _count(self, pending: _Pending, *, left_out: bool) -> None:
-        """Count an update whose numbers have arrived; correct the host, which has counted it as applied."""
+        """Count an update whose numbers have arrived; if it was skipped, correct the counters of the host."""
         counters = self._run.counters
         self._last = self._applied
         if not left_out:
@@ -552,10 +552,9 @@ def _detached(value: float | Tensor) -> float | Tensor:
 def why_immediate(
     trainer: TrainerLike, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> tuple[str, ...]:
-    """Say why the numbers of each update must be read before its step; empty where the check may be deferred.
+    """Return why the numbers of each update must be read before its step; empty if the check can be deferred.
 
-    `checks`: whether anything is checked. `scaler`: the loss scale. `schedules`: the bound schedules by name, if
-    any is bound.
+    `checks`: whether anything is checked. `scaler`: the loss scale. `schedules`: the bound schedules by optimizer name.
     """
     if trainer.device.type not in ASYNC_DEVICES:
         return ("a read waits for nothing here",)
@@ -565,7 +564,7 @@ def why_immediate(
 def _why_not_deferred(
     trainer: TrainerLike, *, checks: bool, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> list[str]:
-    """Return the settings for which a device that works asynchronously must be read before each step."""
+    """Return the reasons why an asynchronous device must be read before each step."""
     hooks, why = trainer._hooks, list[str]()
     if trainer.world.size > 1:
         why.append("the ranks check an update together")
@@ -586,7 +585,7 @@ def _why_not_deferred(
 def _why_skips_are_not_deferred(
     trainer: TrainerLike, scaler: LossScale | None, schedules: Mapping[str, BoundSchedule] | None
 ) -> Iterator[str]:
-    """Yield why the host must know at once that an update is skipped, by the loss scale or by "skip"."""
+    """Yield the reasons why the host must know immediately that an update is skipped, by the loss scale or "skip"."""
     hooks, skips = trainer._hooks, trainer.on_nonfinite == "skip"
     if scaler is not None and type(scaler) is not LossScaler:
         yield "a loss scale of your own"
@@ -606,7 +605,7 @@ def _why_skips_are_not_deferred(
 
 
 def has_buffers(trainer: TrainerLike) -> bool:
-    """Whether the model or the loss has any buffer."""
+    """Return whether the model or the loss has any buffer."""
     roots = [one for one in (trainer.model, trainer.loss) if isinstance(one, nn.Module)]
     modules = (module for root in roots for module in inside(root))
     return any(tensor is not None for module in modules for tensor in buffer_dict(module).values())

@@ -1,4 +1,4 @@
-"""Updates of several ranks: each runs its rows of a window, and the gradients, counts and losses are averaged."""
+"""Updates of several ranks: each rank runs its rows of a window; gradients, counts and losses are averaged."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 class ShardedWindow(Window):
     """The micro-batches of a window that this rank runs.
 
-    Gradients are averaged over the ranks, so that a loss over `count` of the `all_count` things that the window counts
-    has the weight
+    Gradients are averaged over the ranks, so a mean loss over `count` out of the `all_count` of the window has the
+    weight
 
         ranks * count / all_count
 
-    `all_count` is known only when all steps have run. The rows of the window take its place, and `missing_factor` is
-    `all_rows / all_count`, where `all_count` is reduced with the gradients. A dummy, a micro-batch without a row of
-    this rank, has the weight 0.
+    Since `all_count` is known only after all steps, losses are weighted with the rows of the window instead. The
+    gradients are then multiplied by `missing_factor = all_rows / all_count`; `all_count` is reduced together with the
+    gradients. A dummy, which is a micro-batch without rows of this rank, has the weight 0.
     """
 
     def __init__(
@@ -59,25 +59,25 @@ class ShardedWindow(Window):
         move: Move | None = None,
     ) -> None:
         super().__init__(batches, rows, counts, move=move)
-        self.is_single = False  # its mean has a weight too: `finish_backward` always runs
+        self.is_single = False  # also a single mean is weighted, and `finish_backward` always runs
         self.all_rows, self.all_batches, self.ranks = all_rows, all_batches, ranks
         self.all_count: Count | None = None
         """The count of the window, once it is reduced after the last `backward`; None for a plain sum."""
         self.is_plain_sum = False
-        """Whether its losses are sums that nothing divides."""
+        """Whether the losses are sums without a count."""
 
     @property
     def is_dummy(self) -> bool:
-        """Whether the micro-batch that comes next has no row of this rank."""
+        """Whether the next micro-batch has no rows of this rank."""
         index = self.position + 1
         return index < len(self.rows) and not self.rows[index]
 
     def weight(self, count: Count | None, *, is_sum: bool) -> Count:
-        """Return the weight by which the mean of the gradients over all ranks is the window's gradient."""
+        """Return the weight with which the mean of the gradients over all ranks is the gradient of the window."""
         return self.weight_of(count, is_sum=is_sum, has_rows=self.rows[self.position] > 0)
 
     def weight_of(self, count: Count | None, *, is_sum: bool, has_rows: bool) -> Count:
-        """Return the weight of a loss; 0 for one of a micro-batch in which no row of this rank counts."""
+        """Return the weight of a loss; 0 for a micro-batch without rows of this rank."""
         self.is_plain_sum = count is None
         if not has_rows:
             return 0.0
@@ -88,7 +88,7 @@ class ShardedWindow(Window):
 
     @property
     def missing_factor(self) -> Count:
-        """The factor that the gradients still lack: all_rows / all_count; 1.0 for a plain sum, and over nothing."""
+        """The remaining factor of the gradients: all_rows / all_count; 1.0 for a plain sum and for a count of 0."""
         count = self.all_count
         if count is None:
             return 1.0
@@ -97,7 +97,7 @@ class ShardedWindow(Window):
         return self.all_rows / count if count else 1.0
 
     def mean(self, count: Count, weighted_loss: Count) -> Count:
-        """Return the loss of the window over all ranks, unscaled; NaN over nothing."""
+        """Return the unscaled loss of the window over all ranks; NaN for a count of 0."""
         if self.is_plain_sum:
             return weighted_loss
         if isinstance(count, Tensor):
@@ -116,21 +116,22 @@ def sharded_windows(
     count: Callable[[Any], Count] | None = None,
     move: Move | None = None,
 ) -> Iterator[ShardedWindow]:
-    """Group slices into windows of `accumulate`; `rows` counts those of a stream's batch.
+    """Group slices into windows of `accumulate`; `rows`: returns the rows of a batch of a stream.
 
-    Batches that all ranks share are cut by arithmetic: each rank knows the rows of all. Where each rank reads a stream
-    of its own, the rows of each window are summed over the ranks as it is fetched, until no rank has a batch.
+    If all ranks share the batches, each rank computes the rows of all ranks. If each rank reads a separate stream, the
+    rows of each window are summed over the ranks when it is fetched, until no rank has a batch.
 
-    A rank that has no row of a window runs a dummy, since all ranks take part in its collectives. `same_number`: all
-    ranks run equally many micro-batches. `dummies_beside_rows=False`: no dummy is run by a rank that has rows; for code
-    that may join the micro-batches of a window, where rows of a dummy would be rows like any.
+    A rank without rows in a window runs a dummy, since all ranks must take part in the collectives of the window.
+    `same_number`: whether all ranks must run the same number of micro-batches. `dummies_beside_rows`: whether a rank
+    with rows may run dummies; False for custom code that may join the micro-batches of a window, where the rows of a
+    dummy would count.
     """
     slices, ranks = iter(slices), world.mesh.data
     last: Slice | None = None
     while True:
         group = list(islice(slices, accumulate))
         nearest = group[0] if group else last
-        if nearest is not None and nearest.all_rows is not None:  # batches that all ranks share
+        if nearest is not None and nearest.all_rows is not None:  # all ranks share the batches
             if not group:
                 return
             own = [rows(one.batch) if one.rows is None else one.rows for one in group]
@@ -151,13 +152,13 @@ def sharded_windows(
             group, own = [one for one, n in zip(group, own, strict=True) if n], [n for n in own if n]
         batches = [one.batch for one in group]
         counts: list[Count] | None = None
-        if count is not None and len(group) > 1:  # a dummy counts nothing, in the shares of a custom loop either
+        if count is not None and len(group) > 1:  # the count of a dummy is 0, also for `shares` in a custom loop
             counts = [count(batch) if n else 0 for batch, n in zip(batches, own, strict=True)]
         yield ShardedWindow(batches, own, counts, all_rows=all_rows, all_batches=most, ranks=ranks, move=move)
 
 
 def _sum_over_ranks(own: list[int], world: World) -> tuple[int, list[int]]:
-    """Return the rows of a window over all ranks, and the micro-batches of each rank: one collective on the host."""
+    """Return the rows of a window over all ranks and the micro-batches of each rank, by one collective on the host."""
     mesh = world.mesh
     lengths = [float(len(own)) if rank == mesh.rank else 0.0 for rank in range(mesh.data)]
     rows, *each = world.sum_numbers(sum(own), *lengths)
@@ -165,11 +166,11 @@ def _sum_over_ranks(own: list[int], world: World) -> tuple[int, list[int]]:
 
 
 def _dummy(group: list[Slice], last: Slice | None, *, world: World, some_have_none: bool) -> Slice:
-    """Return the dummy for a rank that has too few micro-batches: its last one, or the first of another rank."""
+    """Return a dummy for a rank with too few micro-batches: its last micro-batch, or the first of another rank."""
     own = group[-1] if group else last
     if some_have_none and any(world.all_gather(own is None)):
         offered = world.all_gather(group[0].batch if group else None)
-        first = next(batch for batch in offered if batch is not None)  # some rank has one
+        first = next(batch for batch in offered if batch is not None)  # at least one rank has a batch
         own = Slice(first, 0, None) if own is None else own
     assert own is not None
     return Slice(own.batch, 0, None)
@@ -181,22 +182,22 @@ _NUMPYS = {torch.float32: np.float32, torch.float64: np.float64}
 class DistributedCheck(UpdateStrategy):
     """Makes the updates of a run of several ranks.
 
-    The default update runs the step under torch's DDP, which averages gradients during `backward`. An `update` of the
-    user reads gradients in an order of its own: there nothing is wrapped, and gradients are averaged after `backward`.
+    The default update runs the step under torch's DDP, which averages gradients during `backward`. A custom `update`
+    may read gradients in any order, so there the step is not wrapped, and gradients are averaged after `backward`.
 
-    The policy and the weights need two numbers of all ranks for each window: its count, and its weighted loss. DDP
-    averages them in the all-reduce of the gradients, for free: they are the gradient of a parameter of two zeros,
-    `_StepModule.stats_param`, of which each forward returns the dot product with the numbers of its micro-batch.
+    The policy and the weights need two numbers of all ranks for each window: its count and its weighted loss. DDP
+    averages them in the all-reduce of the gradients at no cost: they are the gradient of a parameter of two zeros,
+    `_StepModule.stats_param`; each forward also returns its dot product with the numbers of the micro-batch.
     """
 
     _window: ShardedWindow
     """The window of the current update."""
     _in_use: Wrapped | None = None
-    """DDP, where it averages during `backward`; None where gradients are averaged afterwards."""
+    """DDP, if it averages during `backward`; None if gradients are averaged afterwards."""
     reduces_stats_separately = True
-    """Whether counts and losses are averaged after the window: no DDP runs here, or it would round them."""
+    """Whether counts and losses are averaged after the window: without DDP, or if DDP would round them."""
     _stats_param: Tensor
-    """The parameter whose gradient they are; here, since a module looks up its own parameters with every use."""
+    """The parameter with these numbers as gradient; stored here, since an attribute of a module is slower to read."""
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         super().__init__(run, update)
@@ -205,16 +206,16 @@ class DistributedCheck(UpdateStrategy):
         self._trainer, self._world = trainer, trainer.world
         self._settings = trainer.parallel if isinstance(trainer.parallel, DDP) else DDP()
         self._is_sharded = trainer.parallel.shards
-        """Whether each rank holds a part of the weights, so that every forward is one of all ranks."""
+        """Whether each rank holds a shard of the weights, so that every forward is a collective."""
         hooks = trainer._hooks
         self._is_default = not (hooks.has_custom_update or hooks.overrides_compute_gradients)
-        """Whether no code of the user reads or makes gradients."""
+        """Whether no user code reads or computes gradients."""
         self._wraps = self._is_default and not self._is_sharded
         if not self._wraps and self._settings.compress is not None:
             what = f"DDP(compress={self._settings.compress!r}) beside an `update` of your own, which reads gradients"
             raise SettingError(what, want="gradients as they are", fix="DDP() without compress")
         self._ddp_averages_stats = self._wraps and self._settings.compress is None
-        """Whether DDP averages counts and losses with the gradients: with `compress` it would round them."""
+        """Whether DDP averages counts and losses with the gradients; with `compress` it would round them."""
         self._set_sync: Any = None
         if self._is_sharded:
             from trainwright.distributed.fsdp import set_sync
@@ -223,20 +224,20 @@ class DistributedCheck(UpdateStrategy):
         self._module: _StepModule | None = None
         self._wrapped: Wrapped | None = None
         self._finds_unused = False
-        """Whether the current window, the first of an epoch, finds the unused parameters."""
+        """Whether the current window, the first one of an epoch, determines the unused parameters."""
         self._buckets: dict[tuple[int, ...], GradientBuckets] = {}
         self._zero_hooks: list[Any] = []
-        """Hooks that make gradients 0 while a dummy, a micro-batch without a row of this rank, runs backward."""
+        """Hooks that set gradients to 0 during the backward of a dummy."""
         self._reduced: dict[int, tuple[int, int]] = {}
-        """By parameter: the fingerprint of its gradient when that was averaged over the ranks."""
+        """By parameter: the fingerprint of its gradient directly after it was averaged over the ranks."""
         self.loss: Count = 0.0
         """The loss of the current window over all ranks."""
         self._checked_loss = 0.0
-        """The loss of all ranks that was read last."""
+        """The loss over all ranks at the last read."""
         self.step, self.backward_args = self._run_step, self._backward_args
 
     def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
-        """Group the slices of batches of this rank into windows."""
+        """Group this rank's slices of batches into windows."""
         hooks = self._trainer._hooks
         return sharded_windows(
             batches,
@@ -250,7 +251,7 @@ class DistributedCheck(UpdateStrategy):
         )
 
     def regroup(self) -> None:
-        """Find the trained parameters again: layers may have been added, frozen or unfrozen, or are unused now."""
+        """Update the trained parameters, after layers were added, frozen or unfrozen, or became unused."""
         module, unused = _StepModule(self, self._trainer), self._settings.find_unused_parameters
         if self._module is not None and self._module.layout == module.layout:
             all_used = self._wrapped is not None and not self._wrapped.unused
@@ -262,7 +263,7 @@ class DistributedCheck(UpdateStrategy):
             self._wrapped = Wrapped(module, self._settings, self._world, unused=unused is True)
 
     def begin(self, window: Window) -> None:
-        """Begin the update of a window: its gradients are new ones, wherever their memory is."""
+        """Begin the update of a window: none of its gradients are averaged yet."""
         super().begin(window)
         assert isinstance(window, ShardedWindow)
         self._window, self.loss = window, 0.0
@@ -271,11 +272,11 @@ class DistributedCheck(UpdateStrategy):
         self._reduced.clear()
         if self._zero_hooks:
             self._zero_gradients(False)
-        if self._settings.sync_buffers:  # before any forward, which may save them for its backward
+        if self._settings.sync_buffers:  # before any forward, which may save buffers for its backward
             self._world.broadcast_tensors(self._trainer.model.buffers())
 
     def _run_step(self, batch: Any) -> tuple[Tensor, ...]:
-        """Run the step of the next micro-batch; return its loss, and under DDP the term of its statistics."""
+        """Run the step of the next micro-batch; return its loss, and under DDP the term for count and loss."""
         window = self._window
         if window.position < 0:
             self._reset_stats()
@@ -289,12 +290,12 @@ class DistributedCheck(UpdateStrategy):
         return self._forward(batch, last=last)
 
     def _backward_args(self, returned: tuple[Tensor, ...]) -> BackwardArgs:
-        """Return the arguments of `backward`: the loss has its weight, and the term of the statistics has none."""
+        """Return the arguments of `backward`: the loss with its weight, and the term for count and loss without."""
         grad_tensor = self._trainer._tracker.grad_tensor(returned[0], self._weight)
         return returned, (grad_tensor, None)[: len(returned)]
 
     def finish_backward(self, window: Window) -> Any:
-        """Average the gradients of the window over the ranks, unless DDP has done so in `backward`; read its count."""
+        """Average the gradients of the window over the ranks, unless DDP has done so; read the count of the window."""
         module = self._module
         assert module is not None
         if self._zero_hooks:
@@ -321,7 +322,7 @@ class DistributedCheck(UpdateStrategy):
         return super().finish_backward(window)
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
-        """Return the weight of a loss of this rank's complete window."""
+        """Return the weight of a loss over all rows of this rank in the window."""
         window = self._window
         has_rows = any(window.rows)
         self._reset_stats()
@@ -331,7 +332,7 @@ class DistributedCheck(UpdateStrategy):
         return weight
 
     def all_reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
-        """Average the gradients of a loss that was minimized; return the factor that is missing from them."""
+        """Average the gradients of a loss given to `minimize`; return their missing factor."""
         self._zero_gradients(False)
         if self._is_sharded:
             stats = self._window_stats / self._world.size
@@ -343,7 +344,7 @@ class DistributedCheck(UpdateStrategy):
         return self._window.missing_factor
 
     def unscale_and_check(self, gradients: Gradients) -> Tensor | None:
-        """Average gradients that a `backward` of the user has made, then scale and check them."""
+        """Average gradients of a custom `backward`, then unscale and check them."""
         if self._is_default:
             return super().unscale_and_check(gradients)
         self._reduce_manual(gradients.parameters)
@@ -352,7 +353,7 @@ class DistributedCheck(UpdateStrategy):
         return found_inf
 
     def _reduce_manual(self, parameters: Sequence[Tensor]) -> bool:
-        """Average gradients that were not averaged yet, by rows; returns whether there were any."""
+        """Average gradients that are not averaged yet, weighted by rows; return whether there were any."""
         if self._is_default or all(self._reduced.get(key) == now for key, now in fingerprint(parameters).items()):
             return False
         if self._is_sharded:
@@ -364,13 +365,13 @@ class DistributedCheck(UpdateStrategy):
         if gradients and share:
             torch._foreach_mul_(gradients, share)
         elif gradients:
-            torch._foreach_zero_(gradients)  # of dummies, which may be NaN: 0 times NaN is NaN
+            torch._foreach_zero_(gradients)  # not multiplied: gradients of a dummy may be NaN, and 0 * NaN is NaN
         self._buckets_of(parameters).average(torch.zeros(2))
         self._mark(parameters)
         return True
 
     def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
-        """Average the gradients of a step that the user makes by hand; StepError where that is impossible."""
+        """Average the gradients of a manual step of the user; StepError if that is impossible."""
         if self.in_closure:
             return
         if closure:
@@ -378,23 +379,23 @@ class DistributedCheck(UpdateStrategy):
             raise StepError(what, fix="self.apply_gradients(closure=closure)")
         parameters = parameters_in(optimizer)
         now = fingerprint(parameters)
-        # Clipped in place since they were averaged, they are still averages.
+        # Gradients that were clipped in place after the averaging are still averages.
         if any(
             self._reduced.get(key, (-1, 0))[0] != found or n < self._reduced[key][1] for key, (found, n) in now.items()
         ):
             self._reduce_manual(parameters)
 
     def _mark(self, parameters: Sequence[Tensor]) -> None:
-        """Record that gradients, as they are now, are averages over the ranks."""
+        """Record that the current gradients are averages over the ranks."""
         self._reduced |= fingerprint(parameters)
 
     def synchronize(self) -> None:
-        """Check that all gradients were averaged, and report the updates that were held for it."""
+        """Check that all gradients were averaged, and report the held updates. Called by all ranks."""
         self._check_trained()
         self.reporter.report_held()
 
     def _check_trained(self) -> None:
-        """Refuse gradients of layers that were unfrozen inside an epoch, which were not averaged: StepError."""
+        """Raise StepError for layers that were unfrozen inside an epoch, whose gradients were not averaged."""
         if not self._wraps or self._module is None:
             return
         known = {id(parameter) for parameter in self._module.trained}
@@ -407,7 +408,7 @@ class DistributedCheck(UpdateStrategy):
             raise StepError(what, have=have, want="such changes between two epochs", fix=fix, where=False)
 
     def all_reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
-        """Return the mean over rows of a loss whose `backward` was the user's own; other losses are means already."""
+        """Return the mean over the rows of all ranks of a closure's loss, unless `backward` already averaged it."""
         if not self._reduce_manual(gradients.parameters):
             return loss
         value = torch.as_tensor(loss, dtype=torch.float64).detach() * self._share_of(1)
@@ -415,24 +416,24 @@ class DistributedCheck(UpdateStrategy):
         return value.to(loss.dtype) if isinstance(loss, Tensor) else value
 
     def complete_loss(self, loss: Tensor, factor: Count) -> Tensor:
-        """Return the loss of the window over all ranks, like `loss`."""
+        """Return the loss of the window over all ranks, with dtype and device of `loss`."""
         return torch.as_tensor(self.loss, dtype=loss.dtype, device=loss.device)
 
     def read(
         self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
     ) -> tuple[bool, list[float]]:
-        """Read numbers, norms, `more`, and the loss of all ranks."""
+        """Read the recorded numbers, norms, `more` and the loss of all ranks, in one read."""
         overflowed, (*rest, self._checked_loss) = super().read(found_inf, chosen, *more, self._loss_of_ranks())
         if self._is_default:
             self._trainer._tracker.loss = self._checked_loss
         return overflowed, rest
 
     def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
-        """Decide by the loss of all ranks, so that each decides alike; their gradients are averaged."""
+        """Decide by the loss over all ranks, so that all ranks decide the same; gradients are averaged already."""
         return super().may_step(chosen, self._checked_loss, overflowed=overflowed)
 
     def _loss_of_ranks(self) -> Count:
-        """Return the loss of all ranks; a plain sum per row, which is NaN without one."""
+        """Return the loss over all ranks; a plain sum is divided by the rows, and is NaN without rows."""
         if self.counted is not None:
             return self.loss
         if self._window.all_rows:
@@ -440,7 +441,7 @@ class DistributedCheck(UpdateStrategy):
         return torch.nan if self._is_default else self.loss
 
     def _share_of(self, of: int) -> float:
-        """Return this rank's share of `of`, by rows; in a window without a row all ranks run the same batch."""
+        """Return `of` times this rank's fraction of the rows of the window; equal fractions if it has no rows."""
         window = self._window
         return of * sum(window.rows) / window.all_rows if window.all_rows else of / self._world.size
 
@@ -450,7 +451,7 @@ class DistributedCheck(UpdateStrategy):
         self._stats_param.grad = None
 
     def _zero_gradients(self, zero: bool) -> None:
-        """Make the gradients of the next `backward` 0, or stop it. A weight of 0 is not enough: 0 times NaN is NaN."""
+        """Set the gradients of the next `backward` to 0, or stop that. A weight of 0 is not enough: 0 * NaN is NaN."""
         if not zero and not self._zero_hooks:
             return
         for handle in self._zero_hooks:
@@ -469,7 +470,7 @@ class DistributedCheck(UpdateStrategy):
         return (self.recorded_step(batch),)
 
     def recorded_step(self, batch: Any) -> Tensor:
-        """Run the user's step, record it, and return its loss."""
+        """Run and record the step of a micro-batch; return its loss."""
         trainer, has_rows = self._trainer, not self._window.is_dummy
         step_loss = trainer._tracker.record(trainer.training_step(batch))
         assert step_loss is not None
@@ -478,11 +479,11 @@ class DistributedCheck(UpdateStrategy):
         return step_loss.loss
 
     def _record_stats(self, loss: Tensor, count: Count | None, weight: Count) -> None:
-        """Record the count of a micro-batch and its weighted loss, to be averaged over the ranks."""
+        """Record count and weighted loss of a micro-batch, for the average over the ranks."""
         stats, value = self._stats_param, weighted_value(loss, weight)
         kind, count = stats.dtype, count or 0
         if value.is_cpu and not isinstance(count, Tensor):
-            # torch.tensor would take ten times as long for two numbers.
+            # `torch.tensor` takes ten times as long for two numbers.
             self.batch_stats = torch.from_numpy(np.array((count, host_reads.host_value(value)), _NUMPYS[kind]))
         else:
             counted = torch.as_tensor(count, dtype=kind, device=value.device)
@@ -491,7 +492,7 @@ class DistributedCheck(UpdateStrategy):
             self._window_stats = self._window_stats + self.batch_stats
 
     def _read_stats(self, stats: Tensor) -> None:
-        """Take over the count and the loss of the window, from their means over the ranks."""
+        """Set count and loss of the window, from their means over the ranks."""
         window = self._window
         mean_count, weighted_loss = stats.tolist() if stats.is_cpu else stats.unbind()
         count = mean_count * window.ranks
@@ -506,7 +507,7 @@ class DistributedCheck(UpdateStrategy):
 
     @contextmanager
     def _no_side_effects(self) -> Iterator[None]:
-        """Run a dummy, of which no row counts: statistics and random states are restored, its numbers are dropped."""
+        """Run a dummy inside the block: statistics and random states are restored, and its numbers are dropped."""
         tracker, statistics = self._trainer._tracker, running_statistics(self._trainer.model)
         copies = [statistic.clone() for statistic in statistics]
         recording, tracker.recording = tracker.recording, False
@@ -521,7 +522,7 @@ class DistributedCheck(UpdateStrategy):
 
 
 class _StepModule(nn.Module):
-    """A module whose forward is the step, so that DDP can wrap whatever the step calls."""
+    """A module whose forward is the step, so that DDP wraps everything that the step calls."""
 
     def __init__(self, strategy: DistributedCheck, trainer: TrainerLike) -> None:
         super().__init__()
@@ -536,10 +537,10 @@ class _StepModule(nn.Module):
         wide = any(p.dtype == torch.float64 for p in self.trained)
         device = self.trained[0].device if self.trained else None
         self.stats_param = nn.Parameter(torch.zeros(2, dtype=torch.float64 if wide else torch.float32, device=device))
-        """Always 0; its gradient is the count of the window and its weighted loss."""
+        """Two zeros; the gradient is the count of the window and its weighted loss."""
 
     def forward(self, batch: Any) -> tuple[Tensor, ...]:
-        """Return the loss of a micro-batch, and a 0 whose gradient is its count and its weighted loss."""
+        """Return the loss of a micro-batch, and a zero whose gradient is its count and its weighted loss."""
         strategy = self._strategy[0]
         loss = strategy.recorded_step(batch)
         if strategy.reduces_stats_separately:

@@ -1,4 +1,4 @@
-"""Track the losses of a loop: the return of each step becomes a recorded number and the arguments of `backward`."""
+"""`LossTracker`: records the return of each step, and computes the arguments of `backward`."""
 
 from __future__ import annotations
 
@@ -22,70 +22,70 @@ from trainwright.update.trainer_like import Hooks
 from trainwright.update.window import Window, find_rows, one_for_zero, weighted_value
 
 MOST_GRAD_TENSORS = 64
-"""Weights as tensors that are stored for reuse."""
+"""The most weight tensors that are stored for reuse."""
 
 BackwardArgs = tuple[tuple[Tensor, ...], tuple[Tensor | None, ...]]
 """The arguments of `torch.autograd.backward`: losses, and the `grad_tensors` that weight them."""
 
 
 class LossTracker(RunningMeans):
-    """Finds the count and the weight of each loss, and records it, in training, evaluation and probes.
+    """Determines count and weight of each loss and records it, in training, evaluations and probes.
 
-    In training: step -> `backward_args` -> `record`, which finds the count of the loss (that of the step; else an
-    overridden `count(batch)`; else torch's own divisor in the graph of the loss; else rows) -> `Window.weight` ->
-    `grad_tensor`, which is weight times loss scale. A plain tensor from the only micro-batch, the usual case, has
-    weight 1: `backward_args` calls neither `record` nor `Window.weight`. An evaluation has a tracker of its own,
-    without weights.
+    In training: step -> `backward_args` -> `record` -> `Window.weight` -> `grad_tensor` (weight times loss scale).
+    `record` takes the count of the loss from the step; else from an overridden `count(batch)`; else from torch's
+    divisor in the graph of the loss; else from the rows. In the usual case, a plain tensor from the only micro-batch,
+    the weight is 1, and `backward_args` calls neither `record` nor `Window.weight`. An evaluation uses a separate
+    tracker, without weights.
     """
 
     has_loss = False
     """Whether a loss of the current window was recorded."""
     recording = True
-    """Whether returns of steps are recorded: not in a second pass over the same window."""
+    """Whether returns of steps are recorded; False in a second pass over a window, and for dummies."""
     batch: Any = None
     """The current host batch of an evaluation."""
     window_loss: Any = None
-    """The sum of the weighted losses of this pass, where code of the user's own may read it."""
+    """The sum of the weighted losses of this pass, if user code may read it."""
     count_source: CountObserver | None = None
-    """Finds the count of a mean in an evaluation, where no gradient holds it."""
+    """Finds the count of a mean in an evaluation, where losses have no graph."""
     _scaler: LossScale | None = None
 
     def __init__(self, metrics: MetricSet | None, hooks: Hooks) -> None:
         super().__init__(metrics)
         self._hooks = hooks
         self.count_by_graph = nll_total_weight
-        """Finds the count in the graph of a loss of torch's own."""
+        """Returns the count from the graph of a torch loss."""
         self._sums_losses = hooks.has_custom_update or hooks.overrides_compute_gradients
         self._grad_tensors: dict[tuple[Any, ...], Tensor] = {}
         """By weight, dtype and device."""
 
     def bind(self, scaler: LossScale | None) -> None:
-        """Take the loss scale of a run: a factor of every weight."""
+        """Set the loss scale of a run: a factor of every weight."""
         self._scaler = scaler
 
     def begin(self, window: Window) -> None:
         """Start the update of a window."""
-        if self.unread:  # logged by `after_update`, or probed
+        if self.unread:  # logged in `after_update`, or probed
             self.read()
         self.window, self._epoch_begun, self.recording = window, True, True
         self.has_loss, self.loss = False, math.nan
         self.terms, self._probed = self._probed, {}
 
     def start_extra_pass(self) -> None:
-        """Start a further pass over the window; only the first one is recorded (SAM and LBFGS run several)."""
+        """Start another pass over the window, as SAM and LBFGS do; only the first pass is recorded."""
         assert self.window is not None
         self.window.restart()
         self.recording = False
 
     def backward_args(self, returned: Any) -> BackwardArgs:
-        """Record the return of a training step; return the arguments of `backward`: the loss, and its weight."""
+        """Record the return of a training step; return the arguments of `backward`: the loss and its weight."""
         window = self.window
         assert window is not None
         if not window.is_single or type(returned) is not Tensor or returned.ndim or self.must_feed:
             step_loss = self.record(returned)
             assert step_loss is not None
             return (step_loss.loss,), (self.grad_tensor(step_loss.loss, step_loss.weight),)
-        if self.recording:  # the common case: the mean of a window's only micro-batch has no weight
+        if self.recording:  # the usual case: the mean of the only micro-batch, with weight 1
             count = None if self._hooks.overrides_count else self.count_by_graph(returned)
             self.unread.append(("loss", returned, self.count if count is None else count, False))
             self.has_loss = True
@@ -95,15 +95,16 @@ class LossTracker(RunningMeans):
         return (returned,), (None if self._scaler is None else self.grad_tensor(returned, 1.0),)
 
     def record(self, returned: Any) -> StepLoss | None:
-        """Record the return of the step that has just run; in training return its loss, with its weight.
+        """Record the return of the step that has just run; return its loss, in training with its weight.
 
-        In training, evaluation and probes alike. A validation step may return no loss.
+        Used in training, evaluations and probes. Returns None if a validation step has returned no loss, or if the loss
+        was added directly.
         """
         window = self.window
         if type(returned) is StepOutput:
             if self.metrics is not None and self.recording:
                 rows = self._hooks.rows(self.batch) if window is None else window.rows[window.position + 1]
-                if window is not None and window.batches[window.position + 1] is None:  # the step made its own data
+                if window is not None and window.batches[window.position + 1] is None:  # fit(None): no batch has rows
                     rows = find_rows(returned.output) or rows
                 self.metrics.update(returned.output, returned.target, rows)
             returned = returned.loss
@@ -121,9 +122,9 @@ class LossTracker(RunningMeans):
         return step_loss
 
     def _add_at_once(self, returned: Any) -> bool:
-        """Read and add a loss of an evaluation on the CPU; return whether it was one.
+        """Read and add a CPU loss of an evaluation directly; return whether that was possible.
 
-        Such a read waits for nothing, and the next loss gets the memory of this one.
+        The read does not wait, and the next loss can reuse the memory of this one.
         """
         is_sum = type(returned) is SumLoss
         if is_sum:
@@ -142,7 +143,7 @@ class LossTracker(RunningMeans):
         return True
 
     def _add(self, step_loss: StepLoss) -> None:
-        """Add a loss and its named parts to the numbers; a plain sum counts the rows of its batch."""
+        """Record a loss and its named parts; the count of a plain sum is the rows of its batch."""
         is_sum, count = step_loss.is_sum, self._rows if step_loss.count is None else step_loss.count
         self.has_loss = True
         self.unread.append(("loss", step_loss.loss.detach(), count, is_sum))
@@ -150,7 +151,7 @@ class LossTracker(RunningMeans):
             self.unread += [(name, value, count, is_sum) for name, value in self._claimed(step_loss.named)]
 
     def _set_weight(self, step_loss: StepLoss, window: Window) -> None:
-        """Advance to the micro-batch whose step has just run, and set the weight of its loss."""
+        """Advance the window to the micro-batch whose step has just run, and set the weight of its loss."""
         window.position += 1
         step_loss.count = None if step_loss.count is None else as_count(step_loss.count)
         step_loss.weight = window.weight(step_loss.count, is_sum=step_loss.is_sum)
@@ -159,19 +160,19 @@ class LossTracker(RunningMeans):
             self.window_loss = self.window_loss + value if window.position else value
 
     def grad_tensor(self, loss: Tensor, weight: Count) -> Tensor | None:
-        """Return weight times loss scale as a tensor like the loss, for `backward`; None for 1."""
+        """Return weight times loss scale, for `backward`, as a tensor like the loss; None for 1."""
         weight = weight if self._scaler is None else weight * self._scaler.scale
         if isinstance(weight, Tensor):
             return weight.to(loss.device, loss.dtype)
         if weight == 1.0:
             return None
         made = self._grad_tensors.get((weight, loss.dtype, loss.device))
-        if made is None or version_of(made):  # a hook may have written into it
+        if made is None or version_of(made):  # a hook may have written to it
             made = self._make_grad_tensor(loss, weight)
         return made
 
     def _make_grad_tensor(self, loss: Tensor, weight: float) -> Tensor:
-        """Return a new tensor, stored for reuse: its copy from the host is waited for."""
+        """Return a new weight tensor and store it for reuse, since its copy from the host blocks."""
         made = torch.full_like(loss, weight)
         if len(self._grad_tensors) >= MOST_GRAD_TENSORS:
             self._grad_tensors.clear()
@@ -181,9 +182,9 @@ class LossTracker(RunningMeans):
 
     @property
     def count(self) -> Count:
-        """The count of the micro-batch at `position + 1`, running or just run, as the host knows it.
+        """The count on the host of the micro-batch at `position + 1`, which runs now or has just run.
 
-        Before the first micro-batch and after the last: the rows of the window.
+        Before the first micro-batch and after the last one: the rows of the window.
         """
         window, counter = self.window, self._hooks.count
         if window is None:
@@ -196,7 +197,7 @@ class LossTracker(RunningMeans):
         return window.rows[index] if counter is None else counter(window.batches[index])
 
     def _count_of_mean(self, loss: Tensor) -> Count:
-        """Return the count of a mean: the divisor of torch, where that is known, else that of `count`, or rows."""
+        """Return the count of a mean: torch's divisor if it is known, else that of `count(batch)`, else the rows."""
         if self.count_source is not None:
             found = self.count_source.count_of(loss)
         else:
@@ -205,18 +206,18 @@ class LossTracker(RunningMeans):
 
     @property
     def _rows(self) -> int:
-        """The rows of the batch whose step has run, or is running."""
+        """The rows of the batch whose step runs now or has just run."""
         window = self.window
         return self._hooks.rows(self.batch) if window is None else window.rows[window.position + 1]
 
     def check_fed(self, returned: Any) -> None:
-        """Refuse the return of a step that holds no output, where metrics read outputs."""
+        """Raise SettingError for a step that returns no output although metrics read outputs."""
         has_output = type(returned) is StepOutput and returned.output is not None
         if not has_output and self.metrics is not None and self.metrics.reads_output:
             raise self.metrics.missing_output(f"the step returned {type(returned).__name__}")
 
     def log(self, name: str, value: float | Tensor, count: Count | None) -> None:
-        """Record a number of the user's own; `count` defaults to that of the current batch."""
+        """Record a number that user code logs; `count` defaults to that of the current batch."""
         check_name(name, "logged")
         self._claim(name, "logged number")
         if not self._epoch_begun and self.batch is None:
@@ -226,12 +227,12 @@ class LossTracker(RunningMeans):
             self.unread.append((name, number(name, value), self.count if count is None else count, False))
 
     def record_minimized(self, returned: Any) -> StepLoss:
-        """Record the loss that `minimize` was given; a mean without a count counts the rows."""
+        """Record a loss given to `minimize`; the count of a mean defaults to the rows of the window."""
         assert self.window is not None
         rows = sum(self.window.rows)
-        is_dummy = not rows and self.window.all_rows > 0  # the other ranks have all of its rows
+        is_dummy = not rows and self.window.all_rows > 0  # all rows of the window are on other ranks
         if type(returned) is StepOutput:
-            if self.metrics is not None and not is_dummy:  # one batch of the window, perhaps
+            if self.metrics is not None and not is_dummy:  # the output may be of one batch of the window
                 own = find_rows(returned.output)
                 self.metrics.update(returned.output, returned.target, rows if own is None else own)
             returned = returned.loss
@@ -246,7 +247,7 @@ class LossTracker(RunningMeans):
         return step_loss
 
     def record_returned(self, returned: Any) -> None:
-        """Record the return of an `update`: a loss if no step of this window gave one, and other numbers."""
+        """Record the return of a custom `update`: its loss, if no step has returned one, and other numbers."""
         rows = 0 if self.window is None else sum(self.window.rows)
         for name, value in (returned if isinstance(returned, dict) else {"loss": returned}).items():
             if name != "loss":
@@ -256,11 +257,11 @@ class LossTracker(RunningMeans):
             self.has_loss = self.has_loss or name == "loss"
 
     def record_losses(self, name: str, terms: list[Term]) -> None:
-        """Record the losses that `minimize` was given under one name."""
+        """Record the losses given to `minimize` under one name."""
         self.unread += [(name, *term) for term in terms]
 
     def record_sum(self, losses: list[list[Term]]) -> None:
-        """Record the sum of the losses of several names as the window's loss, if no step gave one."""
+        """Record the sum of the losses of several names as the loss of the window, if no step has returned one."""
         if self.has_loss:
             return
         self.has_loss = True

@@ -1,4 +1,4 @@
-"""The return of a step as a numerator with its count; and the torch losses whose counts are known."""
+"""`StepLoss`, the return of a step as a loss with its count, and the torch losses whose counts are known."""
 
 from __future__ import annotations
 
@@ -29,18 +29,18 @@ _NUMBERS = (int, float, np.number)
 
 @dataclass(slots=True, eq=False)
 class StepLoss:
-    """The loss of a step in one form: a mean or a sum (`is_sum`), and its count where the step gave one."""
+    """The loss of a step in one form: a mean or a sum (`is_sum`), and its count if the step returned one."""
 
     loss: Tensor
     count: Count | None = None
     is_sum: bool = False
     named: Mapping[str, Tensor] | None = None
     weight: Count = 1.0
-    """Its weight in the window, without the loss scale."""
+    """The weight in the window, without the loss scale."""
 
     @property
     def mean(self) -> Tensor:
-        """The reported value: a sum with a count is divided by it, NaN for a count of 0."""
+        """The value to report; a sum with a count is divided by the count."""
         value = self.loss.detach()
         if not self.is_sum or self.count is None:
             return value
@@ -48,7 +48,7 @@ class StepLoss:
 
 
 def read_step_loss(returned: Any) -> StepLoss:
-    """Turn the return of a step (without `StepOutput` around it) into a `StepLoss`; StepError for anything else."""
+    """Return the `StepLoss` of the return of a step (inside its `StepOutput`, if any); StepError if it is no loss."""
     if isinstance(returned, Tensor):
         return StepLoss(_scalar(returned))
     if isinstance(returned, MeanLoss):
@@ -68,7 +68,7 @@ def read_step_loss(returned: Any) -> StepLoss:
 
 
 def no_target() -> DataError:
-    """Build the error for a batch in which a loss finds no target."""
+    """Return the error for a batch without a target for the loss."""
     return DataError(
         "a batch holds no target for the loss",
         want="(inputs, target), or a dict with 'target', 'targets', 'labels', 'label' or 'y'",
@@ -78,7 +78,7 @@ def no_target() -> DataError:
 
 
 def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batch)") -> str:
-    """Return the line that brings an output and a target with one number per row, (N, 1) and (N), to one shape."""
+    """Return the code that gives output and target one shape, such as (N, 1) and (N)."""
     if output.ndim == target.ndim + 1 and output.shape[-1] == 1:
         return f"target.unsqueeze({target.ndim}) in {where}"
     if target.ndim == output.ndim + 1 and target.shape[-1] == 1:
@@ -87,9 +87,9 @@ def fix_of_shapes(output: Tensor, target: Tensor, where: str = "split(self, batc
 
 
 def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
-    """Refuse an output and a target whose rows torch would compare crosswise: (N, 1) with (N) gives N * N numbers.
+    """Raise DataError for shapes that torch broadcasts to all pairs of rows: (N, 1) with (N) gives N * N numbers.
 
-    Sizes of 1 that change nothing are allowed, and so is a target without dimensions: it is one for all rows.
+    Shapes with the same number of dimensions are allowed, as is a 0-dim target, which is the same for all rows.
     """
     if output.ndim == target.ndim or not target.ndim or output.numel() == target.numel() == 1:
         return
@@ -102,10 +102,10 @@ def check_shapes(loss: Loss, output: Tensor, target: Tensor) -> None:
 
 
 class KnownLoss:
-    """A torch loss whose divisor is known: its count on the host, and the same loss with another reduction.
+    """A torch loss whose count is known, with the same loss under other reductions.
 
-    The count is the divisor of torch with `reduction="mean"`: valid or weighted targets for cross entropy and NLL,
-    positions (elements / classes) for targets that are probabilities, elements for the others.
+    The count is torch's divisor for `reduction="mean"`: valid or weighted targets for cross entropy and NLL; positions
+    (elements / classes) for targets that are probabilities; elements for all other losses.
     """
 
     def __init__(self, loss: Loss, kind: str, options: Mapping[str, Any], *, rebuilt: Callable[[str], Loss]) -> None:
@@ -120,34 +120,35 @@ class KnownLoss:
 
     @property
     def _weight(self) -> Tensor | None:
-        """The class weights as they are now: a module's may be replaced, or moved to another device."""
+        """The current class weights; those of a module may be replaced, or moved to another device."""
         given = self.mean.weight if isinstance(self.mean, nn.Module) else self._options["weight"]
         return cast("Tensor | None", given)
 
     def with_count(self, output: Tensor, target: Tensor, count: Count) -> StepLoss:
         """Return the loss of one of several micro-batches, with its count.
 
-        With class weights as a sum: its gradient is 0 where all weights are, and that of torch's mean is NaN.
+        With class weights, it is a sum: if all weights are 0, the gradient of the sum is 0, but that of torch's mean
+        NaN.
         """
         if not self._weighted:
             return StepLoss(self.mean(output, target), count)
-        output = output.float() if output.dtype in _HALVES else output  # a sum overflows them where its mean does not
+        output = output.float() if output.dtype in _HALVES else output  # in half precision, a sum may overflow
         return StepLoss(self._sum(output, target), count, is_sum=True)
 
     def evaluated(self, output: Tensor, target: Tensor) -> MeanLoss | SumLoss:
-        """Return the loss of a batch of an evaluation with its count: as a sum, which no division has rounded."""
+        """Return the loss of a batch of an evaluation with its count, as a sum without the rounding of a division."""
         if target is None:
             raise no_target()
         if self.each_element and output.shape != target.shape:
             check_shapes(self.mean, output, target)
             if self.reduction == "mean":  # torch broadcasts, with a warning
                 return MeanLoss(self.mean(output, target), self.count(target))
-        if output.dtype in _HALVES:  # a sum over a batch overflows them where its mean does not
+        if output.dtype in _HALVES:  # in half precision, a sum over a batch may overflow
             output, target = output.float(), target.float() if target.is_floating_point() else target
         return SumLoss(self._sum(output, target), self.count(target) if self.reduction == "mean" else None)
 
     def count(self, target: Tensor) -> Count:
-        """Return the count of the mean over `target`: an int, or a float with class weights."""
+        """Return the count of a mean over `target`: an int, a float with class weights, or a tensor on its device."""
         if self.each_element:
             return target.numel()
         if target.is_floating_point():
@@ -155,13 +156,13 @@ class KnownLoss:
         return count_targets(target, self._ignored, self._weight if self._weighted else None)
 
     def each_row(self, output: Tensor, target: Tensor) -> Tensor:
-        """Return one value per row: the mean over the row's own elements. Shape (rows,)."""
+        """Return one value per row, shape (rows,): the mean over the elements of the row."""
         values: Tensor = self._none(output, target)
         return values.flatten(1).mean(1) if values.ndim > 1 else values
 
 
 def count_targets(target: Tensor, ignored: int, weight: Tensor | None = None) -> Count:
-    """Return how many class numbers count, or the sum of their weights: the divisor of torch's cross entropy."""
+    """Return the divisor of torch's cross entropy: the number of targets not ignored, or the sum of their weights."""
     if weight is not None:
         return _sum_weights(target, ignored, weight.to(target.device))
     if not target.is_cpu:
@@ -178,7 +179,7 @@ def _sum_weights(target: Tensor, ignored: int, weight: Tensor) -> Count:
 
 
 def known_loss(loss: Any) -> KnownLoss | None:
-    """Recognise a torch loss whose count is known: a module of torch's own class, a function, or a partial of one."""
+    """Return the `KnownLoss` of a torch loss (a module, a function, or a partial of one); None for any other loss."""
     if isinstance(loss, nn.Module):
         kind = _MODULES.get(type(loss))
         options = {name: getattr(loss, name, None) for name in ("reduction", "weight", "ignore_index")}
@@ -192,16 +193,16 @@ def known_loss(loss: Any) -> KnownLoss | None:
     if kind is None or (isinstance(loss, partial) and loss.args):
         return None
     if kind == "elements" and options.get("weight") is not None and function not in _BCE:
-        return None  # a weighted mse divides by its weights
+        return None  # a weighted MSE divides by the weights
     return _known(
         loss, kind, options, rebuilt=lambda reduction: partial(function, **{**options, "reduction": reduction})
     )
 
 
 def counted_outside_graphs(loss: Tensor) -> Tensor | None:
-    """As `nll_total_weight`, where the model is compiled; StepError for a loss that was computed inside of it.
+    """As `nll_total_weight`, for a compiled model; StepError for a loss that was computed in a compiled region.
 
-    Its count cannot be found there, and the same run without a compiler might weight it otherwise.
+    The count of such a loss is not in its graph, so it might be weighted differently from a run without a compiler.
     """
     if type(loss.grad_fn).__name__ != "CompiledFunctionBackward":
         return nll_total_weight(loss)
@@ -223,9 +224,9 @@ def _with_reduction(module: nn.Module, reduction: str) -> Loss:
         options = {name: getattr(module, name) for name in defaults}
         changed = {name: value for name, value in options.items() if value != defaults[name]}
         return partial(function, **changed, reduction=reduction)
-    twin = copy.copy(module)  # shares the buffers, so that class weights move with the original
+    twin = copy.copy(module)  # shares the buffers, so that class weights are moved with the original
     twin.reduction = reduction  # type: ignore[assignment]
-    return twin.forward  # there are no hooks to run
+    return twin.forward  # the module has no hooks
 
 
 def _bce(module: nn.Module) -> bool:
@@ -233,7 +234,7 @@ def _bce(module: nn.Module) -> bool:
 
 
 def _counted(count: Count, given: MeanLoss | SumLoss) -> Count:
-    """Return the count that a step gave; StepError for a number that is none."""
+    """Return the count that a step returned; StepError if it is no count."""
     if isinstance(count, Tensor) or (isinstance(count, _NUMBERS) and not count < 0):
         return count
     raise StepError(
@@ -280,7 +281,7 @@ def _read_named(name: str, value: Any) -> StepLoss:
 
 
 def _alike(one: StepLoss, other: StepLoss) -> bool:
-    """Whether two losses are of one form and, as far as the host knows, over one count."""
+    """Return whether two losses are both means or both sums and, as far as known on the host, have equal counts."""
     if isinstance(one.count, Tensor) or isinstance(other.count, Tensor):
         same = (one.count is None) == (other.count is None)
     else:
@@ -310,8 +311,8 @@ def _shown(value: Any) -> str:
 _HALVES = {torch.float16, torch.bfloat16}
 _REDUCTIONS = {"mean", "sum"}
 _FEW = 64
-"""Class numbers that are counted faster as a list (2.1 us for 32, NumPy 4.5 us, torch 5 us, between two forwards of a
-small MLP; one thread, torch 2.13.0+cpu, median of 60)."""
+"""The most targets that are counted as a list, which is fastest for few (32 targets: list 2.1 us, NumPy 4.5 us, torch
+5 us, between two forwards of a small MLP; one thread, torch 2.13.0+cpu, median of 60)."""
 _MODULES: dict[type[nn.Module], str] = {
     nn.CrossEntropyLoss: "targets",
     nn.NLLLoss: "targets",
@@ -328,7 +329,7 @@ _AS_FUNCTIONS: dict[type[nn.Module], tuple[Loss, dict[str, float]]] = {
     nn.MSELoss: (F.mse_loss, {}),
     nn.L1Loss: (F.l1_loss, {}),
 }
-"""The function that a module without buffers calls, with the defaults of its other arguments."""
+"""The function that a module calls if it has no buffers, and the defaults of the function's other arguments."""
 _FUNCTIONS: dict[Any, str] = {
     F.cross_entropy: "targets",
     F.nll_loss: "targets",
@@ -342,29 +343,29 @@ _FUNCTIONS: dict[Any, str] = {
 _BCE = {F.binary_cross_entropy, F.binary_cross_entropy_with_logits}
 
 _MEANS = {F.cross_entropy, F.nll_loss}
-"""The functions of torch whose mean is over class numbers."""
+"""The torch functions whose mean is over class indices."""
 
 
 class CountObserver(TorchFunctionMode):
-    """Finds the count by which a mean of torch's own over class numbers was divided, where no gradient is recorded.
+    """Finds the count of a mean over class indices that torch computes without a graph, in an evaluation.
 
-    With a gradient the loss itself holds that number (`nll_total_weight`); an evaluation has none. A mode of torch
-    costs 5 us for each of torch's functions called inside, so that only a loss is observed where the loop calls it.
+    In training the graph of the loss holds the count (`nll_total_weight`). A `TorchFunctionMode` costs 5 us for each
+    torch function that is called inside, so only the call of the loss is observed.
     """
 
     found = False
-    """Whether a loss was recognized so far."""
+    """Whether any count was found so far."""
 
     def __init__(self) -> None:
         super().__init__()
         self._means: list[tuple[Tensor, Tensor, Mapping[str, Any]]] = []
-        """Each mean of the last call, with its target and the keyword arguments."""
+        """The means computed in the last call, with targets and keyword arguments."""
         self._observes = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Call torch's function, and record a mean over class numbers.
+        """Call a torch function, and record its result if it is one of `_MEANS`.
 
-        These functions pass the output and the target by position, and all other arguments by keyword.
+        Torch's modules pass output and target to these functions by position, and all other arguments by keyword.
         """
         result = func(*args, **(kwargs or {}))
         if func in _MEANS:
@@ -372,8 +373,8 @@ class CountObserver(TorchFunctionMode):
         return result
 
     def observe(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Return `function(*args)`; afterwards `count_of` knows the means that torch has computed inside."""
-        if self._observes:  # a step of the user's own calls the default one
+        """Return `function(*args)`, and record the means that torch computes inside, for `count_of`."""
+        if self._observes:  # a nested call: a custom step calls the default one
             return function(*args)
         self._means.clear()
         self._observes = True
@@ -385,11 +386,11 @@ class CountObserver(TorchFunctionMode):
 
     @property
     def seen(self) -> int:
-        """How many means were computed in the last call."""
+        """The number of means that were computed in the last call."""
         return len(self._means)
 
     def count_of(self, loss: Tensor) -> Count | None:
-        """Return the count of `loss`, where torch has computed it as a mean in the last call; else None."""
+        """Return the count of `loss` if torch has computed it as a mean in the last call, else None."""
         for mean, target, options in self._means:
             if mean is loss:
                 count = _count_of_mean(target, options)

@@ -1,4 +1,4 @@
-"""Helpers of an `update` that the user writes: one loss for one optimizer, and a step that calls a closure."""
+"""Custom updates: `minimize` for one loss and one optimizer, steps with a closure, and the recording of losses."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 
 class ManualUpdate:
-    """An update by user code, whose losses and returned numbers are recorded when it ends."""
+    """Wraps a custom `update`; records its losses and returned numbers when it ends."""
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         self._run, self._update = run, update
 
     def __call__(self, window: Window) -> Any:
-        """Make the update of a window; return what the user's method returns."""
+        """Make the update of a window; return the result of the user's method."""
         run = self._run
         returned = self._update(window)
         if returned is not None and (not run.tracker.has_loss or isinstance(returned, dict)):
@@ -35,17 +35,17 @@ class ManualUpdate:
         if run.strategy.status.minimized:
             _record_minimized(run, returned)
         run.tracker.read()
-        run.optimizer_steps.lower_flags()  # gradients that were computed and not applied may have raised them
+        run.optimizer_steps.lower_flags()  # raised, perhaps, by gradients that were computed but not applied
         status = run.strategy.status
         if status.restores and (status.applied or status.stepped) and run.snapshot is not None:
-            run.snapshot.restore()  # one optimizer has made a step, and that of another was skipped
+            run.snapshot.restore()  # the step of one optimizer was applied, that of another skipped
         return returned
 
 
 def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, bool]:
-    """Zero the gradients of one optimizer, and run `loss` backward.
+    """Zero the gradients of one optimizer, and run the backward of `loss`.
 
-    Returns the unscaled loss, its count, and whether it is a sum over that count.
+    Returns the unscaled loss, its count, and whether the loss is a sum.
     """
     chosen = run.optimizer_steps.one(name, "minimize(loss)")
     chosen.gradients.zero()
@@ -64,15 +64,15 @@ def backward_of(run: Run, loss: Any, name: str | None) -> tuple[Tensor, Count, b
 
 
 class _Refused(Exception):
-    """Leaves an optimizer's step before it has changed anything."""
+    """Raised in a closure to leave the optimizer's step before it has changed anything."""
 
 
 def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> bool:
-    """Make one step of an optimizer that evaluates loss and gradient itself, any number of times (LBFGS).
+    """Make one step of an optimizer that evaluates loss and gradient repeatedly, such as LBFGS; return if it was made.
 
-    Each evaluation is clipped. The first one is checked as in any update, before anything has changed. Later ones are
-    trials of a line search. After the step the weights are checked; if they are not finite, those from before the step
-    are restored, and the state of the optimizer is cleared.
+    Gradients of each evaluation are clipped. The first evaluation is checked as in any update, before anything is
+    changed; later ones are trials of a line search. After the step, the weights are checked. If they are not finite,
+    the earlier weights are restored, and the state of the optimizer is cleared.
     """
     chosen = run.optimizer_steps.one(name, "apply_gradients(closure=...)")
     (step,) = chosen.steps
@@ -92,7 +92,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
             if not run.strategy.check(found_inf, chosen):
                 raise _Refused
             norms.append(step.norm)
-        step.norm = norms[0]  # the norm of the window's gradient is reported, not that of a trial
+        step.norm = norms[0]  # report the norm of the window's gradient, not that of a trial
         chosen.gradients.lower_flags()
         return loss
 
@@ -107,7 +107,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
 
 
 def _has_stepped(run: Run, optimizer: Any, evaluate: Callable[[], Any]) -> bool:
-    """Make the step; return whether it was made, or its first gradient was refused."""
+    """Make the step; return False if its first gradient was refused."""
     run.strategy.in_closure = True
     try:
         optimizer.step(evaluate)
@@ -130,7 +130,7 @@ def _all_finite(weights: list[Tensor]) -> bool:
 
 
 def _record_minimized(run: Run, returned: Any) -> None:
-    """Record the losses that were minimized, where `update` itself returned no number of that name."""
+    """Record the losses given to `minimize`, except names that the custom `update` has returned."""
     given = returned if isinstance(returned, dict) else {}
     minimized = run.strategy.status.minimized
     for name, losses in minimized.items():

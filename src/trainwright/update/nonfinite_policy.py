@@ -1,21 +1,20 @@
-"""The policy for an update whose loss or gradient is not finite: raise, skip or apply; and its errors.
+"""The policy for updates whose loss or gradient is NaN or infinite, and its errors.
 
-| `on_nonfinite` | the loss or a gradient is NaN or infinite                                                    |
-| "raise"        | no step; BatchNorm statistics are restored; `NonFiniteError` says where the NaN began        |
+| `on_nonfinite` | effect if the loss or a gradient is NaN or infinite                                           |
+| "raise"        | no step; BatchNorm statistics are restored; `NonFiniteError` states where the NaN occurred    |
 | "skip"         | no step; buffers and `state` are restored; counted in `skipped`, not by schedules             |
 | "ignore"       | the step is made; without a loss scale nothing is checked                                     |
 
-Under a loss scale, a gradient that overflows with a finite loss belongs to the scale, whatever the policy: no step, the
-buffers stay as they are if they are finite, and the scale is lowered; at its lowest value the policy decides. The loss
-of a skipped update counts in the mean of its epoch, which is then NaN. After `PATIENCE` updates in a row without a step
-the run ends in an error.
+With a loss scale, an overflowed gradient with a finite loss is due to the scale, whatever the policy: no step is made,
+buffers keep their new values if these are finite, and the scale is lowered. At the minimum scale the policy applies.
+The loss of a skipped update is part of the mean of its epoch, which is then NaN. After `PATIENCE` consecutive updates
+without a step, the run ends with an error.
 
-Several ranks decide alike. The gradients are averaged before they are checked, so that a NaN of one rank is in those of
-all; the flag of sharded gradients is the largest of all ranks; the loss is that of all ranks
-(`DistributedCheck.may_step`). The deferred check (`deferred_check`) reaches the same verdict on the device, and the
-host learns of it up to three updates later.
+All ranks decide the same: gradients are averaged before the check, so that a NaN of one rank reaches all; the flag of
+sharded gradients is the maximum over ranks; the loss is that of all ranks (`DistributedCheck.may_step`). The deferred
+check (`deferred_check.py`) reaches the same verdict on the device; the host reads it up to three updates later.
 
-`strategy.UpdateStrategy` asks `verdict_of` before the step; `deferred_check.DeviceVerdict` does on the device.
+`strategy.UpdateStrategy` calls `verdict_of` before the step; `deferred_check.DeviceVerdict` computes it on the device.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ from trainwright.core.suggestions import did_you_mean
 Policy = Literal["raise", "skip", "ignore"]
 Verdict = Literal["apply", "overflow", "skip"]
 PATIENCE = 1000
-"""Updates in a row without an applied step after which a run ends in an error."""
+"""The number of consecutive updates without an applied step after which a run ends with an error."""
 POLICIES = ("raise", "skip", "ignore")
 
 
 class NonFiniteOrigin(NamedTuple):
-    """Where numbers stopped being finite, in lines, and a fix."""
+    """The place where numbers became NaN or infinite, as lines of text, and a fix."""
 
     lines: tuple[str, ...] = ()
     fix: str = ""
     by_loss: bool = False
-    """Whether the loss is the first number that is not finite."""
+    """Whether the loss is the first non-finite number."""
 
 
 def as_policy(setting: str) -> Policy:
-    """Check `on_nonfinite=`."""
+    """Return the policy of `on_nonfinite=`; SettingError for an unknown one."""
     for policy in POLICIES:
         if setting == policy:
             return policy  # type: ignore[return-value]
@@ -57,8 +56,8 @@ def verdict_of(
 ) -> Verdict | Literal["raise"]:
     """Return the verdict on an update.
 
-    An overflow of a scaled gradient under a finite loss belongs to the loss scale, unless that is at its floor.
-    A finite loss can have an infinite gradient, so both are checked.
+    An overflow of a scaled gradient with a finite loss is due to the loss scale, unless that is at its minimum. Both
+    are checked, since a finite loss can have an infinite gradient.
     """
     if loss_is_finite and gradient_is_finite:
         return "apply"
@@ -68,7 +67,7 @@ def verdict_of(
 
 
 def nothing_applied(span: str, *, skipped: bool) -> NonFiniteError | StepError:
-    """Return the error for a run that trains nothing any more; `skipped`: because updates were skipped."""
+    """Return the error for a run without applied updates; `skipped`: whether updates were skipped by the policy."""
     if skipped:
         return NonFiniteError(
             f"{span} without one update that was applied: every loss or gradient was not finite",
@@ -85,7 +84,7 @@ def nothing_applied(span: str, *, skipped: bool) -> NonFiniteError | StepError:
 
 
 def reaches_nothing(name: str) -> StepError:
-    """Return the error for a loss that was given to `minimize` and depends on no weight of that optimizer."""
+    """Return the error for a loss given to `minimize` that depends on no weight of the optimizer."""
     whose = f"the optimizer {name!r}" if name else "the optimizer"
     return StepError(
         f"minimize: this loss reaches no weight of {whose}",
@@ -96,7 +95,7 @@ def reaches_nothing(name: str) -> StepError:
 
 
 def not_scaled() -> StepError:
-    """Return the error for gradients under a loss scale that were made by a `backward()` of the user."""
+    """Return the error for unscaled gradients of a custom `backward()` under a loss scale."""
     return StepError(
         "precision='fp16' and a backward() of your own: its gradients were not scaled",
         want="gradients whose loss was multiplied by the loss scale",
@@ -106,7 +105,7 @@ def not_scaled() -> StepError:
 
 
 def not_checked() -> StepError:
-    """Return the error for a step under a loss scale by gradients that were never checked."""
+    """Return the error for a step under a loss scale with unchecked gradients."""
     return StepError(
         "precision='fp16' and a step() of your own: an overflow would have gone into the weights",
         want="gradients that are checked before a step, and the loss scale adapted by them",
@@ -125,9 +124,10 @@ def error(
     unchanged: bool = True,
     find_origin: Callable[[], NonFiniteOrigin] | None = None,
 ) -> NonFiniteError:
-    """Return the error that names the update, its loss, learning rate and gradient norm, and what `find_origin` finds.
+    """Return the error for a non-finite update, with its loss, learning rate, gradient norm and origin.
 
-    `counted`: the count of the loss. `unchanged`: whether no optimizer has made a step in this update.
+    `counted`: the count of the loss. `unchanged`: whether no optimizer has made a step in this update. `find_origin`:
+    finds the place where numbers became non-finite.
     """
     what = "gradient" if math.isfinite(loss) else "loss"
     norm_text = "" if norm is None else f", gradient norm {norm:g}"

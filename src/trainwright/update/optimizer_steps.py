@@ -1,4 +1,4 @@
-"""The optimizers of a run, by name: each with its gradients, its clipping, its step and its learning rates."""
+"""The optimizers of a run by name, each with its gradients, clip, step and learning rates."""
 
 from __future__ import annotations
 
@@ -20,53 +20,53 @@ from trainwright.optim.named import ONLY
 from trainwright.protocols import Clip, Tree
 
 _BESIDE_ZERO = 1e-6
-"""The number that torch's `clip_grad_norm_` adds to its divisor, the norm."""
+"""The epsilon that torch's `clip_grad_norm_` adds to the norm before the division."""
 _FUSED = {torch.float32, torch.float16, torch.bfloat16}
 
 
 class OptimizerStep:
-    """The step of one optimizer: its gradients are measured and clipped, then its kernels run."""
+    """The step of one optimizer: measures and clips gradients, then runs its kernels."""
 
     def __init__(self, name: str, optimizer: Optimizer, *, clip: Clip | None, wants_norm: bool) -> None:
         self.name, self.optimizer, self.clip = name, optimizer, clip
         self.measures_norm = wants_norm and not isinstance(clip, ClipNorm)
-        """Whether the norm must be computed although clipping does not give it."""
+        """Whether the norm is wanted and must be computed separately from clipping."""
         self.measures_or_clips = self.measures_norm or clip is not None
         """Whether gradients are measured or clipped before the step."""
         self.norm: Tensor | float | None = None
-        """The norm of the last gradient that was applied, before clipping; a tensor until it is read."""
+        """The norm of the last applied gradient before clipping; a tensor until it is read."""
         self._may_be_sharded = clip is not None and is_sharded(*parameters_in(optimizer))
-        """Whether the norm that a clip returns may be a sharded tensor."""
+        """Whether the norm that a clip returns may be a DTensor."""
         self.step = step_of(optimizer)
-        """One step of the optimizer."""
+        """Makes one step of the optimizer."""
         self.fuses_clipping = False
-        """Whether the kernels of the step multiply and clip the gradients."""
+        """Whether the kernels of the step unscale and clip the gradients."""
         self.factor: float | Tensor = 1.0
-        """The factor by which the kernels multiply the gradients."""
+        """The factor of the gradients that the kernels apply."""
         self.scale: Tensor | None = None
-        """The number by which the kernels divide the gradients: torch's `grad_scale`."""
+        """The divisor of the gradients that the kernels apply: torch's `grad_scale`."""
         self.used_lrs: list[float] | None = None
-        """The rates that the last update has used, if user code may have set others since; else None."""
+        """The rates of the last update, if user code may have changed them since; else None."""
         self.take_groups()
 
     def take_groups(self, order: Sequence[Tensor] = ()) -> None:
-        """Read the parameter groups again; a group may be added at any time.
-
-        Norms are summed in `order`.
-        """
+        """Read the parameter groups again, since groups may be added at any time; `order`: that of norm sums."""
         self.gradients = Gradients(self.optimizer, order=order)
         self.groups = len(self.optimizer.param_groups)
 
     def bind_kernels(
         self, found_inf: Tensor | None, lrs: Callable[[], list[Tensor]] | None, *, fuses_clipping: bool
     ) -> None:
-        """Make the kernels of the step read `found_inf`, take rates from `lrs`, and clip if `fuses_clipping`."""
+        """Bind the kernels of the step to the flag `found_inf` and the rates of `lrs`.
+
+        `fuses_clipping`: whether the kernels also unscale and clip the gradients.
+        """
         self.fuses_clipping = fuses_clipping
         scale = (lambda: self.scale) if fuses_clipping else None
         self.step = maskable_step_of(self.optimizer, found_inf, lrs, scale=scale)
 
     def measure_and_clip(self) -> None:
-        """Measure the norm of the gradients if it is wanted, and clip them."""
+        """Measure the norm of the gradients, if it is wanted, and clip them."""
         if self.fuses_clipping:
             self._fuse_clipping()
             return
@@ -77,13 +77,13 @@ class OptimizerStep:
             self.norm = norm if self.norm is None else self.norm
 
     def can_fuse_clipping(self) -> bool:
-        """Whether the kernels of the step can multiply and clip, after one pass for the norm: torch's, in float32."""
+        """Return whether the kernels of the step can unscale and clip, so that only the norm needs a separate pass."""
         usual = type(self.gradients) is Gradients and type(self.clip) is ClipNorm and self.clip.norm_type == 2.0
         kinds = {parameter.dtype for parameter in self.gradients.parameters}
         return usual and kinds <= _FUSED and not why_not_masked(self.optimizer)
 
     def _fuse_clipping(self) -> None:
-        """Measure the norm, and set the divisor of the kernels: `factor` and the clip in one number."""
+        """Measure the norm, and set the divisor of the kernels, which combines `factor` and the clip."""
         assert isinstance(self.clip, ClipNorm)
         self.norm = norm = self.gradients.norm() * self.factor
         share = torch.clamp(self.clip.max_norm / (norm + _BESIDE_ZERO), max=1.0)
@@ -91,12 +91,12 @@ class OptimizerStep:
 
     @property
     def lrs(self) -> list[float]:
-        """The learning rate of each group, as it is now."""
+        """The current learning rate of each group."""
         return [float(group["lr"]) for group in self.optimizer.param_groups]
 
 
 class SelectedOptimizers(NamedTuple):
-    """Some optimizers of a run, and all of their gradients together."""
+    """One or all optimizers of a run, with their gradients together."""
 
     steps: tuple[OptimizerStep, ...]
     gradients: Gradients
@@ -115,7 +115,7 @@ class OptimizerSteps:
             for name, optimizer in optimizers.items()
         )
         self.named = len(optimizers) > 1 or ONLY not in optimizers
-        """Whether the optimizers were given by name, so that numbers carry it."""
+        """Whether the optimizers were given by name, so that the names of numbers include it."""
         self.take_groups()
 
     def choose(self, name: str) -> SelectedOptimizers:
@@ -126,7 +126,7 @@ class OptimizerSteps:
         return self._alone[name]
 
     def one(self, name: str | None, caller: str) -> SelectedOptimizers:
-        """Return the optimizer of this name, or the only one; SettingError if several have no name given."""
+        """Return the optimizer of this name, or the only one; SettingError for None with several optimizers."""
         if name is None and len(self._steps) > 1:
             names = ", ".join(map(repr, self._alone))
             what = f"{caller} without a name, and there are several optimizers: {names}"
@@ -135,7 +135,7 @@ class OptimizerSteps:
 
     def take_groups(self) -> None:
         """Read the parameter groups of every optimizer again."""
-        # As `clip_grad_norm_(model.parameters())` sums, whatever the groups: the last bits of a norm are its order's.
+        # The order of `clip_grad_norm_(model.parameters())`, not of the groups: it determines the last bits of a norm.
         order = [parameter for module in self._modules for parameter in parameters_of(module)]
         for one in self._steps:
             one.take_groups(order)
@@ -147,7 +147,7 @@ class OptimizerSteps:
             self.all = SelectedOptimizers(self._steps, together)
 
     def lower_flags(self) -> None:
-        """Lower the flags of values that are not finite."""
+        """Lower the flags for non-finite values."""
         self.all.gradients.lower_flags()
         if len(self._steps) > 1:
             for one in self._steps:
@@ -155,41 +155,41 @@ class OptimizerSteps:
 
     @property
     def lrs(self) -> tuple[float, ...]:
-        """The rate of each parameter group of each optimizer, as the last update used it."""
+        """The rate of each parameter group of each optimizer in the last update."""
         return tuple(rate for one in self._steps for rate in one.used_lrs or one.lrs)
 
     def record_lrs_of(self, optimizer: Optimizer) -> None:
-        """Record the rates that a step of this optimizer is about to use: user code may set others after it."""
+        """Record the current rates before a step of this optimizer, since user code may change them after it."""
         for one in self._steps:
             if one.optimizer is optimizer:
                 one.used_lrs = one.lrs
 
     def record_used_lrs(self) -> None:
-        """Record the rates of the last update, unless its step has recorded them, before hooks can set others."""
+        """Record the rates of the last update before hooks can change them, unless its step has recorded them."""
         for one in self._steps:
             if one.used_lrs is None:
                 one.used_lrs = one.lrs
 
     def clear_used_lrs(self) -> None:
-        """Drop the recorded rates: the next update reads its own."""
+        """Drop the recorded rates, before the next update."""
         for one in self._steps:
             one.used_lrs = None
 
     def used_lrs(self) -> Tree:
-        """The recorded rates for a checkpoint, of those optimizers whose groups have others by now."""
+        """Return the recorded rates of optimizers whose groups have other rates by now, for a checkpoint."""
         return {one.name: one.used_lrs for one in self._steps if one.used_lrs not in (None, one.lrs)}
 
     def load_used_lrs(self, tree: Tree) -> None:
-        """Load the recorded rates of a checkpoint, for the row that is still to be made of its last update."""
+        """Load recorded rates from a checkpoint, for the history row of its last update."""
         for one in self._steps:
             one.used_lrs = tree.get(one.name)
 
     def numbers(self) -> dict[str, float]:
-        """`lr_<name>` of named optimizers; nothing where there is only one without a name."""
+        """Return `lr_<name>` of each named optimizer; empty for a single optimizer without a name."""
         if not self.named:
             return {}
         return {f"lr_{one.name}": (one.used_lrs or one.lrs)[0] for one in self._steps}
 
     def norms(self) -> dict[str, float]:
-        """`grad_norm_<name>` of those that were measured."""
+        """Return `grad_norm_<name>` of each optimizer with a measured norm."""
         return {f"grad_norm_{one.name}": float(one.norm) for one in self._steps if one.norm is not None}

@@ -1,4 +1,4 @@
-"""State of each rank alone (random numbers, statistics, rows), and state that is broadcast from rank 0."""
+"""State that differs between ranks (random states, statistics, rows), and state that rank 0 broadcasts."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from trainwright.update.loss_tracker import LossTracker
 
 PROCESSES = "processes"
-"""The part of a checkpoint that holds the own state of each of several ranks."""
+"""The part of a checkpoint with the separate states of several ranks."""
 
 
 def assign_shard(trainer: TrainerLike, *sources: Source) -> None:
@@ -38,9 +38,10 @@ def assign_shard(trainer: TrainerLike, *sources: Source) -> None:
 
 @contextmanager
 def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]:
-    """Give all ranks the random state of rank 0 inside the block, where the order of the data is drawn.
+    """Set the random state of rank 0 on all ranks inside the block, in which the order of the data is drawn.
 
-    Afterwards the other ranks continue with their own state; `generators`, those of the data, are not restored.
+    At the end, other ranks continue with their earlier state. `generators` (those of the data) are set as on rank 0,
+    and not restored.
     """
     own = random_state()
     state, states = world.broadcast((own, [generator.get_state() for generator in generators]))
@@ -57,7 +58,7 @@ def rng_of_rank0(world: World, generators: Sequence[Any] = ()) -> Iterator[None]
 
 
 def epoch_batches(world: World, source: Source, epoch: int, *, skip: int = 0) -> Iterator[Any]:
-    """Return the batches of an epoch; several ranks draw its order from the random state of rank 0."""
+    """Return the batches of an epoch; all ranks draw its order from the random state of rank 0."""
     if world.size == 1:
         return iter(source.epoch(epoch, skip) if skip else source.epoch(epoch))
     with rng_of_rank0(world, list(source.generators)):
@@ -65,7 +66,7 @@ def epoch_batches(world: World, source: Source, epoch: int, *, skip: int = 0) ->
 
 
 def describe_ranks(trainer: TrainerLike, plan: Plan, *, apart: bool) -> list[str]:
-    """Return the header's lines on several ranks. `apart`: each reads batches of its own."""
+    """Return the lines of the header on several ranks. `apart`: whether each rank reads separate batches."""
     world: Any = trainer.world
     size = None if plan.batch_size is None else plan.batch_size * (world.mesh.data if apart else 1)
     rows = "" if size is None else f": {_part(trainer).layout_text(size)} rows in a micro-batch"
@@ -75,7 +76,7 @@ def describe_ranks(trainer: TrainerLike, plan: Plan, *, apart: bool) -> list[str
 
 
 def complete_batches(trainer: TrainerLike, source: Source) -> Iterator[Any]:
-    """Return the complete batches of a pass, the same on every rank; of a sharded stream those of each rank."""
+    """Return the complete batches of a pass, the same on every rank; for a sharded stream, those of this rank."""
     return iter(source.epoch(0)) if trainer.world.size == 1 else _complete_on_each_rank(trainer, cast(Any, source))
 
 
@@ -85,11 +86,11 @@ def _complete_on_each_rank(trainer: TrainerLike, source: Any) -> Iterator[Any]:
         for one in epoch_batches(trainer.world, source, 0):
             yield one.batch
     finally:
-        source.shard(_part(trainer))  # a custom source is no copy: training continues with it
+        source.shard(_part(trainer))  # a custom source is not copied: training continues with it
 
 
 def shard_batches(trainer: TrainerLike, source: Source, tracker: LossTracker) -> Iterator[Any]:
-    """Yield the batches of an evaluation that have rows of this rank; dummies only where all ranks must run."""
+    """Yield this rank's slices of the batches of an evaluation; dummies only for a sharded model."""
     shards = trainer.parallel.shards
     slices = epoch_batches(trainer.world, source, 0)
     if shards and source.length is None:
@@ -101,14 +102,14 @@ def shard_batches(trainer: TrainerLike, source: Source, tracker: LossTracker) ->
 
 
 def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
-    """Yield the batches of a stream, as many as the longest rank has: at its end the last one again, as a dummy."""
+    """Yield the batches of a stream, then its last batch as a dummy until the streams of all ranks have ended."""
     last: Slice | None = None
     while True:
         found = next(own, None)
         have, lack = world.sum_numbers(found is not None, found is None and last is None)
         if not have:
             return
-        if lack:  # a rank without any batch runs another's
+        if lack:  # a rank without any batch uses that of another rank
             firsts = world.all_gather(None if found is None else packed(found))
             last = unpacked(next(first for first in firsts if first is not None)) if last is None else last
         last = found if found is not None else last
@@ -118,7 +119,7 @@ def equally_long(world: World, own: Iterator[Slice]) -> Iterator[Slice]:
 
 @contextmanager
 def rank0_buffers(trainer: TrainerLike) -> Iterator[None]:
-    """Give all ranks the buffers of rank 0 inside the block: every rank evaluates the same model."""
+    """Set the buffers of rank 0 on all ranks inside the block, so that all evaluate the same model."""
     buffers = _unsharded(trainer.model.buffers())
     copies = [buffer.detach().clone() for buffer in buffers]
     with versions_preserved(buffers):
@@ -133,7 +134,7 @@ def rank0_buffers(trainer: TrainerLike) -> Iterator[None]:
 
 @contextmanager
 def among_ranks(trainer: TrainerLike) -> Iterator[None]:
-    """Enter a run of several ranks: each watches the others, and draws random numbers of its own."""
+    """Watch the other ranks, and draw separate random numbers on each rank, inside the block of a run."""
     world = trainer.world
     if trainer.parallel.shards:
         from trainwright.distributed.fsdp import recover
@@ -150,19 +151,19 @@ def among_ranks(trainer: TrainerLike) -> Iterator[None]:
 
 
 def position_text(trainer: TrainerLike) -> str:
-    """Return the position of this rank in the run, for messages of the others."""
+    """Return the position of this rank in the run as text, for messages of other ranks."""
     counters = trainer._counters
-    done = bool(counters.stopped) and not counters.batch  # the current epoch is not begun any more
+    done = bool(counters.stopped) and not counters.batch  # the run has ended: the current epoch never starts
     epoch = counters.earlier_epochs + counters.epoch + (0 if done else 1)
     return f"epoch {epoch}, after update {counters.earlier_updates + counters.updates}"
 
 
 @contextmanager
 def per_rank_noise(world: World, *, same: bool) -> Iterator[None]:
-    """Give each rank but the first random numbers of its own inside the block; afterwards all draw as rank 0 does.
+    """Derive a separate random state for each rank from that of rank 0 inside the block.
 
-    The stream follows from the random state of rank 0: seeded alike, a run of as many ranks draws the same again.
-    With `same` all draw as rank 0 does. After an error each continues where it was.
+    A run with the same seed and number of ranks draws the same numbers again. With `same`, all ranks use the state of
+    rank 0. At the end, all ranks get the state of rank 0; after an error, their earlier state.
     """
     before = random_state()
     first = world.broadcast(before)
@@ -176,7 +177,7 @@ def per_rank_noise(world: World, *, same: bool) -> Iterator[None]:
 
 
 def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
-    """Return the random state of a rank: it follows from that of rank 0, which is returned for rank 0 itself."""
+    """Return the random state of a rank, derived from that of rank 0; for rank 0, its state unchanged."""
     if not rank:
         return state
     digest = hashlib.sha256(state["torch"].numpy().tobytes() + rank.to_bytes(4, "little")).digest()
@@ -186,7 +187,7 @@ def derived_rng(state: dict[str, Any], rank: int) -> dict[str, Any]:
 
 
 def rank_state(trainer: TrainerLike, *, random: Tree, data: Tree) -> Tree:
-    """Return the state of this rank alone: random numbers, normalization statistics, and its position in the data."""
+    """Return the state of this rank: random states, normalization statistics, position in the data, user parts."""
     return {
         "random": random,
         "statistics": {name: one.detach().clone() for name, one in _statistics(trainer).items()},
@@ -196,9 +197,9 @@ def rank_state(trainer: TrainerLike, *, random: Tree, data: Tree) -> Tree:
 
 
 def take_rank_state(trainer: TrainerLike, tree: dict[str, Tree]) -> tuple[Tree | None, int]:
-    """Take the own states of all ranks out of a checkpoint; return this rank's, and how many there were.
+    """Remove the states of all ranks from a loaded checkpoint; return that of this rank and their number.
 
-    None where there were more or fewer ranks: then all start from rank 0's, and their random numbers follow from it.
+    None if the number of ranks has changed: all ranks then use the state of rank 0, with derived random states.
     """
     each: list[Tree] = tree.pop(PROCESSES, None) or []
     world = trainer.world
@@ -213,21 +214,21 @@ def take_rank_state(trainer: TrainerLike, tree: dict[str, Tree]) -> tuple[Tree |
 
 
 def load_rank_state(trainer: TrainerLike, own: Tree | None) -> None:
-    """Load the own state of this rank, after the common parts."""
+    """Load the state of this rank, after the common parts."""
     if trainer.world.rank:
-        trainer._tracker.reset()  # the sums of all ranks are rank 0's
+        trainer._tracker.reset()  # rank 0 has loaded the sums of all ranks
     if own is not None:
         for name, statistic in _statistics(trainer).items():
             statistic.copy_(own["statistics"][name])
 
 
 def _each(trainer: TrainerLike) -> dict[str, Any]:
-    """Return the user's own parts of which every rank has one."""
+    """Return the user's parts that every rank saves separately (`each_process`)."""
     return {name: part for name, part in trainer.parts().items() if getattr(part, "each_process", False)}
 
 
 def refresh_shards(trainer: TrainerLike) -> None:
-    """Free the gathered weights of a sharded model, and take over which parameters are trained now."""
+    """Free the gathered weights of a sharded model, and update its set of trained parameters."""
     from trainwright.distributed.fsdp import retake
 
     reshard(trainer.model.modules())
@@ -235,12 +236,12 @@ def refresh_shards(trainer: TrainerLike) -> None:
 
 
 def broadcast_buffers(trainer: TrainerLike) -> None:
-    """Broadcast the buffers of rank 0: all ranks evaluate, save and return the same model."""
+    """Broadcast the buffers of rank 0, so that all ranks evaluate, save and return the same model."""
     trainer.world.broadcast_tensors(_unsharded(trainer.model.buffers()))
 
 
 def broadcast_weights(trainer: TrainerLike) -> None:
-    """Broadcast the weights of rank 0: model, loss, frozen modules, and all else that is trained."""
+    """Broadcast the weights and buffers of rank 0: model, loss, frozen modules, and other trained parameters."""
     tensors = [tensor for module in networks_of(trainer) for tensor in (*module.parameters(), *module.buffers())]
     tensors += parameters_in(*trainer.optimizers.values())
     trainer.world.broadcast_tensors({id(one): one for one in _unsharded(tensors)}.values())
@@ -252,7 +253,7 @@ def _unsharded(tensors: Iterable[Tensor]) -> list[Tensor]:
 
 
 def _statistics(trainer: TrainerLike) -> dict[str, Tensor]:
-    """Return the running statistics by name: a resumed model may register its layers in another order."""
+    """Return the running statistics by name, since a resumed model may register its layers in another order."""
     ids = {id(one) for one in running_statistics(trainer.model)}
     return {name: buffer for name, buffer in trainer.model.named_buffers() if id(buffer) in ids}
 
@@ -263,9 +264,9 @@ def _part(trainer: TrainerLike) -> Shard:
 
 
 def _normalises_rows(trainer: TrainerLike) -> bool:
-    """Whether a layer in train mode normalises over rows, and so takes no slice of one.
+    """Return whether a layer in train mode normalizes over rows, and so fails on a slice of one row.
 
-    A model all of which is in eval mode is switched to train mode by `fit`.
+    A model with all modules in eval mode counts too, since `fit` switches it to train mode.
     """
     in_eval_mode = not any(module.training for module in trainer.model.modules())
     return any(

@@ -1,4 +1,4 @@
-"""Reports updates to the observers that override `on_update`: one record of plain floats for each."""
+"""`UpdateReporter`: sends a record of plain floats for each update to the observers that override `on_update`."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 
 
 class UpdateReporter:
-    """The observers that override `on_update`, each with the trigger that says when its turn is.
+    """Reports updates to the observers that override `on_update`, each at its interval, on rank 0.
 
-    Rank 0 reports. Numbers that hooks of the user return are known to each rank for its own rows: such records are
-    held until the ranks synchronize, about once a second, and are then reported with the numbers of all ranks. Where
-    the run ends in an error before that, they are reported with the numbers of rank 0, and the Result says so.
+    Each rank knows the numbers that user hooks return for its own rows only. Such records are held until the ranks
+    synchronize, about once a second, and are then reported with the numbers of all ranks. If the run ends with an error
+    before, they are reported with the numbers of rank 0, and the Result has a note on it.
     """
 
     def __init__(self, trainer: TrainerLike, optimizer_steps: OptimizerSteps) -> None:
@@ -35,11 +35,11 @@ class UpdateReporter:
         self._holds = trainer.world.size > 1 and (hooks.may_log_any_name or hooks.after_update is not None)
         """Whether records are held until the ranks synchronize."""
         self._held: list[tuple[Update, Sums]] = []
-        """Records, each with sum and count of every number of this rank."""
+        """Held records, each with sum and count of every number of this rank."""
         self.loss_scale: float | Tensor | None = None
-        """The loss scale of the update in progress; None without one."""
+        """The loss scale of the current update; None without one."""
         self.note = ""
-        """Which updates were reported with the numbers of rank 0 alone; empty for none."""
+        """A note on the updates that were reported with the numbers of rank 0 only; else empty."""
         self._notify = [
             (observer.on_update, _trigger(observer, trainer._counters))
             for observer in trainer.observers
@@ -47,10 +47,10 @@ class UpdateReporter:
         ]
         here = len(self._notify) > 0
         self.is_needed = any(trainer.world.sum_numbers(here)) if self._holds else here
-        """Whether there is an observer: on any rank, where all ranks exchange numbers."""
+        """Whether there is an observer; on any rank, if ranks exchange numbers."""
 
     def report(self, window: Window, *, skipped: bool) -> None:
-        """Report the update of this window to the observers whose turn it is."""
+        """Report the update of a window to the observers whose interval has passed."""
         if self._holds:
             self._held.append((self._update(window, skipped=skipped), self._numbers()))
             return
@@ -61,7 +61,7 @@ class UpdateReporter:
                 notify(update)
 
     def report_held(self) -> None:
-        """Report the held records with the numbers of all ranks; called by all of them."""
+        """Report the held records with the numbers of all ranks. A collective."""
         held, self._held = self._held, []
         if not self._holds:
             return
@@ -70,7 +70,7 @@ class UpdateReporter:
             self.send(update, sums.means())
 
     def report_held_alone(self) -> None:
-        """Report the held records with the numbers of this rank: the others do not synchronize any more."""
+        """Report the held records with the numbers of this rank, after an error, when ranks no longer synchronize."""
         held, self._held = self._held, []
         if not held or not self._notify or not self._trainer.is_main:
             return
@@ -81,7 +81,7 @@ class UpdateReporter:
             self.send(update, sums.means())
 
     def send(self, update: Update, numbers: dict[str, float]) -> None:
-        """Send a record, completed by `numbers`, to the observers whose turn it is."""
+        """Send a record with additional `numbers` to the observers whose interval has passed."""
         loss = numbers.pop("loss", update.loss)
         complete = replace(update, loss=loss, values={**update.values, **numbers})
         for notify, trigger in self._notify if self._trainer.is_main else ():
@@ -106,7 +106,7 @@ class UpdateReporter:
     def record(
         self, window: Window, *, skipped: bool, loss: float, norm: float | None, values: dict[str, float]
     ) -> Update:
-        """Return the record of the update of this window."""
+        """Return the record of the update of a window."""
         counters, lrs, scale = self._counters, self._optimizer_steps.lrs, self.loss_scale
         if isinstance(scale, Tensor):
             [scale] = host_reads.read([scale]) if scale.is_cpu else [None]  # observers cause no read from a device
@@ -125,7 +125,7 @@ class UpdateReporter:
 
 
 def check_every(observer: Observer) -> None:
-    """Refuse an `every` that `on_update` cannot have, and one of an observer that has no `on_update`."""
+    """Raise SettingError for an `every` that is not valid for `on_update`, or of an observer without `on_update`."""
     every, name = observer.every, type(observer).__name__
     if every is None:
         return
@@ -139,7 +139,7 @@ def check_every(observer: Observer) -> None:
 
 
 def _trigger(observer: Observer, counters: Counters) -> Trigger | TimeTrigger | None:
-    """Return the trigger that fires when an update is reported to the observer; None where each one is."""
+    """Return the trigger for reports to an observer; None if every update is reported."""
     check_every(observer)
     if observer.every is None:
         return None

@@ -1,4 +1,4 @@
-"""Exact count-weighted means of the numbers of a loop: recorded as tensors, read together, summed in float64."""
+"""`RunningMeans`: exact count-weighted means of the numbers of a loop, read together and summed in float64."""
 
 from __future__ import annotations
 
@@ -25,53 +25,53 @@ if TYPE_CHECKING:
 PROBED = "probed number"
 
 Entry = tuple[str, float | Tensor, Count, bool]
-"""(name, value, count, whether the value is a sum) of a number that was recorded."""
+"""A recorded number: (name, value, count, whether the value is a sum)."""
 
 Term = tuple[float, float, bool]
-"""(value, count, whether the value is a sum) of a number that was read."""
+"""A number that was read: (value, count, whether the value is a sum)."""
 
 Terms = dict[str, list[Term]]
-"""The numbers of one update by name."""
+"""The numbers of one update, by name."""
 
 
 class RunningMeans:
-    """The numbers of a loop by name, each with its count: those of the update in progress, and those of the epoch.
+    """The numbers of a loop by name, with their counts: those of the current update, and sums over the epoch.
 
-    A number is recorded as a tensor in `unread`. `read` reads all of them at once, with whatever else is asked for, and
-    adds them to the numbers of the update and to the sums of the epoch, of which `means` returns the means. The sums
-    are what a checkpoint holds, and what the ranks merge.
+    A number is recorded in `unread`, as a tensor. `read` reads all recorded numbers at once and adds them to the
+    numbers of the update and to the sums of the epoch; `means` returns the means of these sums. Checkpoints hold the
+    sums, and ranks merge them.
     """
 
     must_feed = False
-    """Whether training steps are the only ones that can feed the metrics: then one that does not is refused."""
+    """Whether only training steps can provide outputs for the metrics, so that a step without one raises an error."""
     loss = math.nan
-    """The loss of the update in progress, in the user's own scale."""
+    """The loss of the current update, without loss scaling."""
     window: Window | None = None
     """The current window of training; None in an evaluation."""
     _epoch_begun = False
-    """Whether an epoch has begun, to which a logged number belongs."""
+    """Whether an epoch has begun, so that numbers can be logged."""
 
     def __init__(self, metrics: MetricSet | None) -> None:
         self.metrics = metrics
         self.unread: list[Entry] = []
-        """Numbers whose values have not been read yet."""
+        """Recorded numbers that are not read yet."""
         self.terms: Terms = {}
-        """Numbers of the update in progress that were read: each of several steps reads."""
+        """Numbers of the current update that were read; an update with several steps reads several times."""
         self._probed: Terms = {}
-        """The numbers of probes since the last update, for the record of the next."""
+        """The numbers of probes since the last update, for the record of the next update."""
         self._sums = Sums()
         """Sum and count of each number since the last `reset`."""
         self._kinds: dict[str, str] = {} if metrics is None else dict.fromkeys(metrics.names, "metric")
-        """The kind of number that each name belongs to: a metric, a named loss, or a logged number."""
+        """The kind of each name: metric, named loss, logged number or probed number."""
 
     @property
     def values(self) -> dict[str, float]:
-        """Named losses, logged and probed numbers of the update in progress, as far as they were read."""
+        """Named losses, logged and probed numbers of the current update that were read so far."""
         return values_of(self.terms)
 
     @property
     def counted(self) -> float:
-        """The count of the loss of the update in progress."""
+        """The count of the loss of the current update."""
         return count_of(self.terms)
 
     def record_probe(self, numbers: Any, what: str) -> None:
@@ -90,7 +90,7 @@ class RunningMeans:
             self.unread.append((name, value, 1, False))
 
     def read(self, *more: float | Tensor) -> list[float]:
-        """Read all numbers recorded since the last call, and `more`, at once; return `more` as floats."""
+        """Read all recorded numbers and `more` at once; return `more` as floats."""
         entries, self.unread = self.unread, []
         if not entries:
             return host_reads.read(more)
@@ -103,9 +103,9 @@ class RunningMeans:
         return numbers[2 * len(entries) :]
 
     def add_read(self, entries: list[Entry], numbers: list[float], terms: Terms | None) -> None:
-        """Add recorded numbers, given as they were read (all values, then all counts), to the terms of their update.
+        """Add recorded numbers to the sums and to the terms of their update; `numbers`: all values, then all counts.
 
-        A NaN is added like any number, also that of a skipped update: the mean of its epoch is NaN, so that it shows.
+        A NaN is added like any number, also that of a skipped update, so that the mean of the epoch shows it.
         """
         for (name, _, _, is_sum), value, count in zip(entries, numbers, numbers[len(entries) :], strict=False):
             self._sums.add(name, value if is_sum else value * count, count)
@@ -113,24 +113,24 @@ class RunningMeans:
                 terms.setdefault(name, []).append((value, count, is_sum))
 
     def pop_unread(self) -> list[Entry]:
-        """Return the numbers recorded since the last call, unread, and forget them."""
+        """Remove and return the recorded numbers without a read."""
         entries, self.unread = self.unread, []
         return entries
 
     def counted_values(self, *, with_loss: bool) -> Sums:
-        """Return sum and count of each value of this update, of the loss too where it is that of this rank alone."""
+        """Return sum and count of each number of this update; `with_loss`: whether the loss is of this rank only."""
         sums = Sums()
         for name, terms in self.terms.items():
-            if with_loss if name == "loss" else self._kinds.get(name) != PROBED:  # probes give the same on all ranks
+            if with_loss if name == "loss" else self._kinds.get(name) != PROBED:  # probes are the same on all ranks
                 for value, count, is_sum in terms:
                     sums.add(name, value if is_sum else value * count, count)
         return sums
 
     @property
     def losses(self) -> list[Tensor]:
-        """Numbers that are finite if the loss recorded since the last `read` is.
+        """Tensors that are all finite if and only if the unread loss is finite.
 
-        As in `mean_of`: one that counts nothing is left out of several, unless all of them do.
+        As in `mean_of`, terms with a count of 0 are ignored, unless all counts are 0.
         """
         recorded = [entry[1:] for entry in self.unread if entry[0] == "loss"]
         losses = [(value, count, is_sum) for value, count, is_sum in recorded if isinstance(value, Tensor)]
@@ -140,13 +140,13 @@ class RunningMeans:
         values = [zero_if_uncounted(loss, _beside(loss, count)) for loss, count, _ in losses]
         total = sum(_beside(losses[0][0], count) for _, count, _ in losses)
         if isinstance(total, Tensor):
-            return [*values, total / total]  # NaN, where all count nothing
+            return [*values, total / total]  # NaN if all counts are 0
         return values if total or not losses else [losses[0][0] * math.nan]
 
     def means(self, prefix: str = "") -> dict[str, float]:
-        """Return every mean since the last `reset`, metrics and derived numbers included; NaN over nothing.
+        """Return every mean since the last `reset`, including metrics and derived numbers; NaN for a count of 0.
 
-        Metrics that only the steps of validation feed are left out of training's numbers.
+        Metrics without outputs in training (only validation steps return them) are left out there.
         """
         self.read()
         means = self._sums.means()
@@ -159,18 +159,18 @@ class RunningMeans:
         return numbers
 
     def restore_sums(self, tree: dict[str, Any]) -> None:
-        """Restore saved sums; numbers recorded since are dropped."""
+        """Restore saved sums; drop numbers recorded since then."""
         self.unread = []
         self.load_state_dict(tree)
 
     def merge(self, world: World) -> None:
-        """Add the sums of all ranks up on rank 0 and reset the others'; a collective, with one gather."""
+        """Merge the sums of all ranks on rank 0 and reset those of the others. A collective, with one gather."""
         if world.size > 1:
             self._merge(world)
 
     def _merge(self, world: World) -> None:
         self.read()
-        if not world.is_main:  # the numbers of probes are the same on all ranks: those of rank 0 count
+        if not world.is_main:  # probed numbers are the same on all ranks: only those of rank 0 are used
             self._sums.drop(name for name, kind in self._kinds.items() if kind == PROBED)
         if self.metrics is None:
             reduce_to_rank0(world, [self._sums])
@@ -178,20 +178,20 @@ class RunningMeans:
             reduce_to_rank0(world, [self._sums, self.metrics], device=self.metrics.device)
 
     def reset(self) -> None:
-        """Start new sums, those of the epoch to come."""
+        """Reset the sums, for the next epoch."""
         self._epoch_begun, self.unread = False, []
         self._sums.reset()
         if self.metrics is not None:
             self.metrics.reset()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the running sums, and the numbers of probes for the record of the next update."""
-        self.read()  # numbers that were logged since the check of the last update
+        """Return the sums, and the numbers of probes for the record of the next update."""
+        self.read()  # numbers logged since the check of the last update
         metrics = None if self.metrics is None else self.metrics.state_dict()
         return {**self._sums.state_dict(), "metrics": metrics, "probed": values_of(self._probed)}
 
     def load_state_dict(self, tree: dict[str, Any]) -> None:
-        """Load saved sums."""
+        """Load saved sums; FormError for an invalid state."""
         check_form(tree, sums=is_numbers, counts=is_numbers, probed=is_numbers)
         if negative := [name for name, number in tree["counts"].items() if number < 0]:
             raise FormError(f"the count of {negative[0]!r} is negative")
@@ -206,7 +206,7 @@ class RunningMeans:
         return named.items()
 
     def _claim(self, name: str, kind: str) -> None:
-        """Refuse a name for two kinds of numbers: one would be averaged with the other, or hide it."""
+        """Raise SettingError for a name of two kinds of numbers: one would be averaged with the other, or hide it."""
         other = self._kinds.setdefault(name, kind)
         if other != kind:
             what = f"log({name!r}, ...)" if kind == "logged number" else f"the {kind} {name!r}"
@@ -215,17 +215,17 @@ class RunningMeans:
 
 
 def mean_of(terms: list[Term]) -> float:
-    """Return the mean of numbers by their counts; NaN for a count of zero."""
+    """Return the count-weighted mean of numbers; NaN if all counts are 0."""
     if len(terms) == 1 and not terms[0][2]:
-        return terms[0][0]  # bit for bit
+        return terms[0][0]  # exact, without a multiplication and a division
     counted = sum(count for _, count, _ in terms)
-    # A number over nothing is NaN, or a sum of 0: neither belongs in the mean of the others.
+    # Numbers with a count of 0 are NaN, or a sum of 0, and are ignored.
     total = sum(value if is_sum else value * count for value, count, is_sum in terms if count)
     return total / counted if counted else math.nan
 
 
 def values_of(terms: Terms) -> dict[str, float]:
-    """Return the mean of each number of an update but the loss."""
+    """Return the mean of each number of an update, except the loss."""
     return {name: mean_of(each) for name, each in terms.items() if name != "loss"}
 
 
@@ -235,9 +235,9 @@ def count_of(terms: Terms) -> float:
 
 
 def number(name: str, value: Any) -> float | Tensor:
-    """Return a number as it may be stored; SettingError for anything else."""
+    """Return a number in a form that can be stored; SettingError for anything else."""
     if isinstance(value, Tensor) and value.numel() == 1:
-        return value.detach().clone()  # it may be changed in place later
+        return value.detach().clone()  # user code may change the original in place
     if isinstance(value, Real | np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
         return cast(float, value)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
@@ -245,5 +245,5 @@ def number(name: str, value: Any) -> float | Tensor:
 
 
 def _beside(loss: Tensor, count: Count) -> Count:
-    """The count, on the device of the loss."""
+    """Return the count, on the device of the loss."""
     return count.to(loss.device, non_blocking=count.is_cpu) if isinstance(count, Tensor) else count

@@ -1,4 +1,4 @@
-"""Copies state that an update, a pass or a trial may change, and restores it: one snapshot, given the parts to copy."""
+"""`Snapshot`: copies state that an update, a pass or a trial may change, and restores it, part by part."""
 
 from __future__ import annotations
 
@@ -22,61 +22,61 @@ if TYPE_CHECKING:
 
 
 class SnapshotPart:
-    """One thing that a snapshot copies. `capture` writes into the storage of the capture before it."""
+    """One part of a snapshot. `capture` reuses the storage of earlier captures."""
 
     slots = 1
-    """How many of the last captures can be restored."""
+    """The number of captures that are stored."""
 
     def refresh(self) -> None:
-        """Find out again which objects there are to copy. No-op here."""
+        """Collect the objects to copy again. No-op here."""
 
     def capture(self) -> None:
-        """Copy the present values."""
+        """Copy the current values."""
         raise NotImplementedError
 
     def restore(self, ago: int = 0) -> None:
-        """Write the values of the last capture back, or those of the capture `ago` before it."""
+        """Restore the values of the last capture, or of the capture `ago` before it."""
         raise NotImplementedError
 
     def restore_nonfinite(self) -> None:
-        """Restore where a value has become NaN or infinite since the last capture. No-op here."""
+        """Restore the last capture if a value has become NaN or infinite since. No-op here."""
 
 
 class Snapshot:
-    """Captures and restores its parts, in their order. As a context manager it restores at the end of the block.
+    """Captures and restores its parts in order. As a context manager, it restores at the end of the block.
 
-    An update that is not applied restores the buffers and `state`; a window that is split after memory ran out restores
-    totals and random states as well; the rollback of an interrupted window the user's own parts; a trial all that a
-    trainer holds. Nothing is copied that is not in a part.
+    Uses: an update that is not applied restores buffers and `state`; a window that is split after an out-of-memory
+    error also restores totals and random states; the rollback of an interrupted window restores the user's parts; a
+    trial restores all state of a trainer. Only the given parts are copied.
     """
 
     def __init__(self, *parts: SnapshotPart) -> None:
         self.parts = parts
         self.captured = 0
-        """How often it was captured."""
+        """The number of captures so far."""
 
     def refresh(self) -> None:
-        """Have each part find out again which objects there are: layers may be added between two epochs."""
+        """Make each part collect its objects again, since layers may be added between two epochs."""
         for part in self.parts:
             part.refresh()
 
     def capture(self) -> None:
-        """Copy the present values of all parts."""
+        """Copy the current values of all parts."""
         self.captured += 1
         for part in self.parts:
             part.capture()
 
     def restore(self, *, ago: int = 0) -> None:
-        """Write all parts back as they were at the last capture, or at the capture `ago` before it."""
+        """Restore all parts to the last capture, or to the capture `ago` before it."""
         assert all(ago < part.slots for part in self.parts), "this capture is overwritten"
         for part in self.parts:
             part.restore(ago)
 
     def restore_nonfinite(self) -> None:
-        """Restore each part of which a value has become NaN or infinite since the last capture.
+        """Restore each part with a value that has become NaN or infinite since the last capture.
 
-        A skipped overflow leaves BatchNorm statistics advanced, as torch's GradScaler does. Statistics that are not
-        finite would never recover: the step of SAM along an overflowed gradient produces such values.
+        A skipped overflow keeps the new BatchNorm statistics, as torch's GradScaler does. Non-finite statistics,
+        however, never recover; a step of SAM along an overflowed gradient produces them.
         """
         for part in self.parts:
             part.restore_nonfinite()
@@ -90,9 +90,9 @@ class Snapshot:
 
 
 class Tensors(SnapshotPart):
-    """Tensors that stay the same objects, such as BatchNorm statistics; one kernel copies those of a device and dtype.
+    """A fixed list of tensors, such as BatchNorm statistics; one kernel copies all of one device and dtype.
 
-    `slots`: how many captures are held. The deferred check restores from before an update several updates ago.
+    `slots`: the number of captures that are stored. The deferred check restores a capture of several updates ago.
     """
 
     def __init__(self, tensors: Iterable[Tensor], *, slots: int = 1) -> None:
@@ -112,37 +112,37 @@ class Tensors(SnapshotPart):
             torch._foreach_copy_(copies, tensors)
 
     def restore(self, ago: int = 0) -> None:
-        """Write the values back, all of them."""
+        """Restore all values."""
         for copies, tensors in zip(self._copies[(self._last - ago) % self.slots], self._groups, strict=True):
             torch._foreach_copy_(tensors, copies)
 
     def restore_nonfinite(self) -> None:
-        """Restore all of them where one is not finite."""
+        """Restore all values if any is not finite."""
         if not all(host_reads.read([torch.isfinite(tensor).all() for tensor in self._tensors])):
             self.restore()
 
 
 class Buffers(SnapshotPart):
-    """Every buffer of some modules and the modules inside them.
+    """All buffers of modules and their submodules.
 
-    A forward may write into a buffer, also through `.data`, which no version counter shows; it may assign another
-    tensor to it, register it or remove it. So all of them are copied, into storage that is allocated once.
+    A forward may write to a buffer, also through `.data` without a version change; it may replace, register or remove
+    one. So all buffers are copied, into storage that is allocated once.
     """
 
     def __init__(self, roots: Callable[[], Iterable[nn.Module]]) -> None:
-        """`roots`: returns the outermost modules, each time that `refresh` is called."""
+        """Initialize. `roots`: returns the outermost modules; called by `refresh`."""
         self._roots = roots
         self._modules: list[nn.Module] = []
         self._signature: list[tuple[int, torch.Size]] = []
-        """Identity and shape of each buffer when the storage was arranged."""
+        """Identity and shape of each buffer when the storage was allocated."""
         self._layout: list[tuple[MutableMapping[str, Tensor | None], dict[str, Tensor | None]]] = []
-        """The buffers of each module, and which tensors they were at the last capture."""
+        """The dict of buffers of each module, and its contents at the last capture."""
         self._copies: list[tuple[Tensor, Tensor]] = []
-        """Each buffer with its copy."""
+        """Pairs of a buffer and its copy."""
         self._grouped: list[tuple[list[Tensor], list[Tensor]]] = []
-        """Copies and buffers of each device and dtype, which one kernel copies together."""
+        """Copies and buffers by device and dtype, for one kernel each."""
         self._single: list[tuple[Tensor, Tensor]] = []
-        """Copies and buffers that no such kernel takes."""
+        """Pairs of copies and buffers that such a kernel does not support."""
         self.refresh()
 
     def refresh(self) -> None:
@@ -150,7 +150,7 @@ class Buffers(SnapshotPart):
         self._modules = list(dict.fromkeys(module for root in self._roots() for module in inside(root)))
 
     def capture(self) -> None:
-        """Copy every buffer, and remember which tensor it is."""
+        """Copy every buffer, and record the tensor object that it is."""
         self._layout = [(buffers, dict(buffers.items())) for buffers in map(buffer_dict, self._modules)]
         present = [tensor for _, before in self._layout for tensor in before.values() if tensor is not None]
         signature = [(id(tensor), tensor.shape) for tensor in present]
@@ -164,10 +164,10 @@ class Buffers(SnapshotPart):
                 copy.copy_(buffer)
 
     def restore(self, ago: int = 0) -> None:
-        """Write back the values of changed buffers, and assign the tensors that were there before."""
+        """Restore the values of changed buffers, and assign the earlier tensor objects."""
         replaced = self._write_changed() if self._copies else {}
         for buffers, before in self._layout:
-            present = dict(buffers.items())  # those of a compiled script are no dict
+            present = dict(buffers.items())  # the buffers of a ScriptModule are no dict
             for name in present.keys() - before.keys():
                 del buffers[name]
             for name, tensor in before.items():
@@ -176,7 +176,7 @@ class Buffers(SnapshotPart):
                     buffers[name] = wanted
 
     def _write_changed(self) -> dict[int, Tensor]:
-        """Write back the values of changed buffers; return tensors in place of those that torch cannot write to."""
+        """Restore the values of changed buffers; return new tensors for those that torch cannot write to, by id."""
         replaced: dict[int, Tensor] = {}
         with torch.no_grad():
             for buffer, copy in self._copies:
@@ -187,12 +187,12 @@ class Buffers(SnapshotPart):
         return replaced
 
     def restore_nonfinite(self) -> None:
-        """Restore all of them where an element that was finite is not finite now."""
+        """Restore all buffers if an element that was finite is no longer finite."""
         if any(not torch.isfinite(now[torch.isfinite(copy)]).all() for now, copy in self._floating()):
             self.restore()
 
     def _floating(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yield each floating-point buffer as it is now, with its copy; a buffer of another shape has none."""
+        """Yield each current floating-point buffer with its copy, unless its shape has changed."""
         copies = {id(buffer): copy for buffer, copy in self._copies}
         for buffers, before in self._layout:
             present = dict(buffers.items())
@@ -202,7 +202,7 @@ class Buffers(SnapshotPart):
                     yield now, copies[id(tensor)]
 
     def _arrange(self, present: list[Tensor]) -> None:
-        """Arrange the copies by the buffers of now; storage of the same kind is used again."""
+        """Allocate copies for the current buffers, and reuse storage of the same kind."""
         spare: dict[Any, list[Tensor]] = defaultdict(list)
         for _, copy in self._copies:
             spare[_kind_of(copy)].append(copy)
@@ -228,17 +228,17 @@ class UserState(SnapshotPart):
         self._copy: dict[str, Any] = {}
 
     def capture(self) -> None:
-        """Copy it, tensors into the storage of the last copy."""
+        """Copy the state; tensors into the storage of the last copy."""
         self._copy = copy_tree(self._trainer.state, into=self._copy)
 
     def restore(self, ago: int = 0) -> None:
-        """Fill the same dict again."""
+        """Restore the contents of the same dict object."""
         self._trainer.state.clear()
         self._trainer.state.update(copy_tree(self._copy))
 
 
 class LossTotals(SnapshotPart):
-    """The running sums of an epoch's losses and metrics, and the numbers of the update in progress."""
+    """The running sums of an epoch's losses and metrics, and the numbers of the current update."""
 
     def __init__(self, tracker: LossTracker) -> None:
         self._tracker = tracker
@@ -246,11 +246,11 @@ class LossTotals(SnapshotPart):
         self._terms: Terms = {}
 
     def capture(self) -> None:
-        """Copy sums and numbers; those recorded before are read from the device."""
+        """Copy sums and numbers; reads recorded numbers from the device."""
         self._sums, self._terms = copy_tree(self._tracker.state_dict()), _copied(self._tracker.terms)
 
     def restore(self, ago: int = 0) -> None:
-        """Set sums and numbers; those recorded since are dropped."""
+        """Restore sums and numbers; drop those recorded since."""
         self._tracker.restore_sums(copy_tree(self._sums))
         self._tracker.terms = _copied(self._terms)
 
@@ -262,16 +262,16 @@ class RngStates(SnapshotPart):
         self._states: dict[str, Any] = {}
 
     def capture(self) -> None:
-        """Take the states; torch and NumPy return copies."""
+        """Copy the states."""
         self._states = random_state()
 
     def restore(self, ago: int = 0) -> None:
-        """Set the states."""
+        """Restore the states."""
         set_random_state(self._states)
 
     @property
     def changed(self) -> bool:
-        """Whether a random number was drawn since."""
+        """Whether random numbers were drawn since the capture."""
         return have_moved(self._states)
 
 
@@ -281,14 +281,14 @@ class StateDicts(SnapshotPart):
     def __init__(self, objects: Mapping[str, Stateful]) -> None:
         self._objects = objects
         self.trees: dict[str, Tree] = {}
-        """The captured state of each."""
+        """The captured states, by name."""
 
     def capture(self) -> None:
-        """Copy the state of each."""
+        """Copy the state of each object."""
         self.trees = {name: copy_tree(one.state_dict()) for name, one in self._objects.items()}
 
     def restore(self, ago: int = 0) -> None:
-        """Load the state of each."""
+        """Load the captured state of each object."""
         for name, one in self._objects.items():
             one.load_state_dict(copy_tree(self.trees[name]))
 
@@ -298,23 +298,23 @@ def _copied(terms: Terms) -> Terms:
 
 
 def _kind_of(tensor: Tensor) -> tuple[Any, ...]:
-    """Return a key that is equal for two tensors if one can be copied into the other without an allocation."""
+    """Return a key; tensors with equal keys can share storage for copies."""
     return type(tensor), tensor.shape, tensor.dtype, tensor.device, tensor.layout
 
 
 def _is_equal(one: Tensor, other: Tensor) -> bool:
-    """Return whether two tensors hold the same numbers; False where either holds a NaN."""
+    """Return whether two tensors are equal; False if either contains NaN."""
     plain = one.layout is torch.strided and not one.is_meta
     return plain and one.shape == other.shape and one.dtype == other.dtype and torch.equal(one, other)
 
 
 def _write_back(buffer: Tensor, copy: Tensor) -> Tensor:
-    """Write a copy back into a buffer; return another tensor with its values where torch does not allow that."""
+    """Copy saved values into a buffer and return it; return a new tensor if torch cannot write to the buffer."""
     if _kind_of(buffer) != _kind_of(copy) or buffer.layout is not torch.strided or buffer.is_inference():
         return copy.clone()
     target, values = buffer, copy
     for dim, stride in enumerate(buffer.stride()):
-        if stride == 0:  # an expanded tensor: its elements share one place in memory
+        if stride == 0:  # an expanded dimension: its elements share memory
             target, values = target.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
     target.copy_(values)
     return buffer

@@ -1,4 +1,4 @@
-"""How the updates of a run are made: gradients are completed, unscaled and checked; what is not finite is refused."""
+"""`UpdateStrategy`: completes, unscales and checks the gradients of each update, and applies the non-finite policy."""
 
 from __future__ import annotations
 
@@ -27,63 +27,63 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class UpdateStatus:
-    """The status of the update in progress; each window begins with a new one."""
+    """The status of the current update; each window starts with a new one."""
 
     applied: bool | None = None
-    """Whether `apply_gradients` has applied gradients; None where it was not called."""
+    """Whether `apply_gradients` has applied gradients; None if it was not called."""
     stepped: bool = False
-    """Whether an optimizer has made a step; only steps of a custom `update` are seen here."""
+    """Whether an optimizer has made a step; observed in a custom `update` only."""
     stepping: bool = False
     """Whether such a step has begun."""
     overflowed: bool | None = None
-    """Whether a gradient was not finite; None where none was checked."""
+    """Whether a gradient was non-finite; None if none was checked."""
     is_scaled: bool = False
-    """Whether `compute_gradients` has made gradients with the loss scale."""
+    """Whether `compute_gradients` has computed gradients with the loss scale."""
     restores: bool = False
-    """Whether a step was skipped by `on_nonfinite="skip"`, so that buffers and `state` are restored at the end."""
+    """Whether `on_nonfinite="skip"` has skipped a step, so that buffers and `state` are restored at the end."""
     minimizing: tuple[Tensor, Count, bool] | None = None
-    """The loss that `minimize` was given, until it is checked; its count; whether it is a sum."""
+    """The loss given to `minimize` until it is checked, its count, and whether it is a sum."""
     minimized: dict[str, list[Term]] = field(default_factory=dict)
-    """The losses of each name given to `minimize`, with their counts."""
+    """The losses given to `minimize` by optimizer name, with their counts."""
 
     @property
     def is_refused(self) -> bool:
-        """Whether a policy or the loss scale has refused every step."""
+        """Whether the policy or the loss scale has refused every step."""
         return self.applied is False and not self.stepped
 
 
 class UpdateStrategy:
-    """How the updates of a run are made. A run has one, chosen before its first update.
+    """The stages of an update that a run calls. A run has one strategy, chosen before its first update.
 
-    This one reads loss, gradients and norms before each step, in one read, and applies the policy to them.
-    `DeferredCheck` leaves the check to the device, and `DistributedCheck` averages over the ranks first.
+    This class reads loss, flag and norms before each step, in one read, and applies the policy. `DeferredCheck` checks
+    on the device instead; `DistributedCheck` averages over the ranks first.
 
-    `update`: makes the update of a window; the trainer's own method, or one around it that splits windows after an
+    `update`: makes the update of a window: the method of the trainer, or a wrapper that splits windows after an
     out-of-memory error.
     """
 
     updates_ahead = 0
-    """Updates that may have been made since the one whose numbers were read last."""
+    """The most updates between the current one and the last one whose numbers were read."""
     counted: Count | None = None
-    """The count of the loss of all ranks; None for one process, and for a plain sum."""
+    """The count of the loss over all ranks; None for one process, and for a plain sum."""
     in_closure = False
-    """Whether an optimizer is making a step that calls a closure of ours."""
+    """Whether an optimizer step runs that calls the closure of `step_by_closure`."""
 
     def __init__(self, run: Run, update: Callable[[Window], Any]) -> None:
         self.update = update
         self.step: Callable[[Any], Any] = run.trainer.training_step
-        """Runs a micro-batch."""
+        """Runs the step of a micro-batch."""
         self.backward_args: Callable[[Any], BackwardArgs] = run.tracker.backward_args
-        """Returns the arguments of `torch.autograd.backward`; records the loss, unless `step` has (several ranks)."""
+        """Returns the arguments of `torch.autograd.backward`; records the loss, unless `step` does (several ranks)."""
         self.pending_factor: Count = 1.0
-        """The factor that `unscale_and_check` applies: estimate / total of the counts, over the loss scale."""
+        """The factor for `unscale_and_check` to apply: the missing factor of the window / the loss scale."""
         self.scaler: LossScale | None = run.host_scaler
         """The loss scale; None without one."""
         self.reporter = UpdateReporter(run.trainer, run.optimizer_steps)
         self.reports = self.reporter.is_needed
         """Whether `report` does anything."""
         self.status = UpdateStatus()
-        """The status of the update in progress."""
+        """The status of the current update."""
         self._run = run
 
     def windows(self, batches: Iterable[Any], accumulate: int, *, move: Move | None) -> Iterator[Window]:
@@ -93,7 +93,7 @@ class UpdateStrategy:
         return windows(batches, accumulate, rows=hooks.rows, count=count, move=move)
 
     def begin(self, window: Window) -> None:
-        """Begin the update of a window: its numbers, its status, and a copy of what a skipped one restores."""
+        """Begin the update of a window: reset its numbers and status, and capture the snapshot."""
         run = self._run
         run.tracker.begin(window)
         self.status = UpdateStatus()
@@ -107,7 +107,7 @@ class UpdateStrategy:
     def finish_backward(self, window: Window) -> Any:
         """Complete the gradients after the last `backward` of a window; return its loss if user code reads it.
 
-        The factor that they lack is found here, and applied by `unscale_and_check`: at once where user code reads them.
+        Sets `pending_factor`. If user code may read the gradients, `unscale_and_check` applies it at once.
         """
         run = self._run
         loss = run.tracker.window_loss
@@ -120,13 +120,13 @@ class UpdateStrategy:
         return None if loss is None else self.complete_loss(loss, missing)
 
     def complete_loss(self, loss: Tensor, factor: Count) -> Tensor:
-        """Return the loss of the window: `loss` was weighted without `factor`, which was not known yet."""
+        """Return the loss of the window: `loss`, which was weighted before `factor` was known, times `factor`."""
         return loss * factor if isinstance(factor, Tensor) or factor != 1.0 else loss
 
     def unscale_and_check(self, gradients: Gradients) -> Tensor | None:
-        """Unscale the gradients and check them, in one pass: they are multiplied by `pending_factor`.
+        """Multiply the gradients by `pending_factor` and check them, in one pass.
 
-        Returns the flag of values that are not finite, a 0-dim tensor; None where nothing is checked.
+        Returns the flag for non-finite values, a 0-dim tensor; None if nothing is checked.
         """
         factor, self.pending_factor = self.pending_factor, 1.0
         if self._run.checks:
@@ -136,7 +136,7 @@ class UpdateStrategy:
         return None
 
     def check(self, found_inf: Tensor | None, chosen: SelectedOptimizers) -> bool:
-        """Return whether the chosen optimizers may step: all is finite, or the policy says so; else it raises."""
+        """Return whether the chosen optimizers may step; NonFiniteError for a non-finite update under "raise"."""
         tracker, status = self._run.tracker, self.status
         if status.minimizing is not None:
             return self._check_minimized(status.minimizing, found_inf, chosen)
@@ -148,30 +148,30 @@ class UpdateStrategy:
     def read(
         self, found_inf: Tensor | None, chosen: SelectedOptimizers, *more: float | Tensor
     ) -> tuple[bool, list[float]]:
-        """Read the recorded numbers, the norms and `more` at once; return whether a gradient overflowed, and `more`."""
+        """Read recorded numbers, norms and `more` at once; return whether a gradient overflowed, and `more`."""
         flags = () if found_inf is None else (found_inf,)
         norms = {one: one.norm for one in chosen.steps if one.norm is not None}
         numbers = iter(self._run.tracker.read(*flags, *norms.values(), *more))
         overflowed = found_inf is not None and next(numbers) != 0.0
         for one in norms:
             one.norm = norm = next(numbers)
-            # Finite elements can have a norm that overflows: clipping by it would apply a gradient of zeros.
+            # The norm of finite elements can overflow; clipping would then set the gradient to zero.
             overflowed = overflowed or (found_inf is not None and not math.isfinite(norm))
         return overflowed, list(numbers)
 
     def may_step(self, chosen: SelectedOptimizers, loss: float, *, overflowed: bool) -> bool:
-        """Return whether the chosen optimizers step by gradients of this loss; raise where the policy says so."""
+        """Return whether the chosen optimizers may step, given the loss; NonFiniteError under the policy "raise"."""
         status = self.status
         if overflowed or (self._run.checks and not math.isfinite(loss)):
             applied = self.apply_policy(chosen, overflowed=overflowed, loss=loss)
-            status.applied = applied or status.applied is True  # one step that was applied makes it an update
+            status.applied = applied or status.applied is True  # one applied step makes it an applied update
             return applied
         status.applied = True
         status.overflowed = status.overflowed is True
         return True
 
     def apply_policy(self, chosen: SelectedOptimizers, *, overflowed: bool, loss: float) -> bool:
-        """Return whether an update whose loss or gradient is not finite is applied; raise where the policy says so."""
+        """Return whether a non-finite update is applied; NonFiniteError under the policy "raise"."""
         run, scaler, status = self._run, self.scaler, self.status
         trainer, tracker = run.trainer, run.tracker
         verdict = nonfinite_policy.verdict_of(
@@ -205,7 +205,7 @@ class UpdateStrategy:
     def _check_minimized(
         self, minimizing: tuple[Tensor, Count, bool], found_inf: Tensor | None, chosen: SelectedOptimizers
     ) -> bool:
-        """Check as `check` does, by the loss that `minimize` was given."""
+        """Check as `check` does, with the loss given to `minimize`."""
         loss, count, is_sum = minimizing
         status = self.status
         status.minimizing = None
@@ -214,7 +214,7 @@ class UpdateStrategy:
         return self.may_step(chosen, value, overflowed=overflowed)
 
     def adapt_scale(self, scaler: LossScale) -> None:
-        """Adapt the loss scale once, by all that the update has seen."""
+        """Adapt the loss scale once per update; StepError for a step whose gradients were not checked or not scaled."""
         status, self.reporter.loss_scale = self.status, scaler.scale
         if status.overflowed is not None:
             scaler.adapt(status.overflowed)
@@ -222,7 +222,7 @@ class UpdateStrategy:
             raise nonfinite_policy.not_checked() if status.is_scaled else nonfinite_policy.not_scaled()
 
     def refuse(self, chosen: SelectedOptimizers) -> bool:
-        """Apply the policy to a step that was made and undone; returns whether it counts as applied."""
+        """Apply the policy to a step that was made and undone; return whether it counts as applied."""
         run = self._run
         self.status.stepped = False
         loss = run.tracker.loss if run.tracker.has_loss else 0.0
@@ -230,43 +230,43 @@ class UpdateStrategy:
         return applied
 
     def weight_of_minimized(self, loss: StepLoss) -> Count:
-        """Return the weight of a loss that `minimize` was given."""
+        """Return the weight of a loss given to `minimize`."""
         return loss.weight
 
     def all_reduce_minimized(self, parameters: Sequence[Tensor]) -> Count:
-        """Return the factor that is missing from the gradients of a loss that `minimize` was given."""
+        """Average the gradients of a loss given to `minimize` over the ranks; return their missing factor."""
         return 1.0
 
     def all_reduce_closure_loss(self, loss: Any, gradients: Gradients) -> Any:
-        """Return the loss of a closure, over all ranks."""
+        """Return the loss of a closure over all ranks."""
         return loss
 
     def before_step(self, optimizer: Optimizer, *, closure: bool) -> None:
-        """Prepare a step of an optimizer, which the user may make by hand. No-op for one process."""
+        """Called before each optimizer step, also a manual one of the user. No-op for one process."""
 
     def synchronize(self) -> None:
-        """Do the work of all ranks together between updates. No-op for one process."""
+        """Called between updates by all ranks, about once a second. No-op for one process."""
 
     def report(self, window: Window) -> None:
         """Report the update of a window to the observers."""
         self.reporter.report(window, skipped=self.status.is_refused)
 
     def discard(self) -> None:
-        """Drop the results of the current window, which is run again."""
+        """Drop the results of the current window, before it is run again."""
         run = self._run
         run.gradients.zero()
         self.status, self.pending_factor = UpdateStatus(), 1.0
         for one in run.optimizer_steps.all.steps:
             one.norm, one.factor, one.scale = None, 1.0, None
-        if not self.updates_ahead:  # else an earlier update may have raised the flag, which is not read yet
+        if not self.updates_ahead:  # otherwise an earlier update may have raised a flag that is not read yet
             run.optimizer_steps.lower_flags()
 
     def flush(self) -> None:
-        """Wait for the numbers of all updates; raise if one is not finite. No-op where they are read at once."""
+        """Wait for the numbers of all updates, and check them. No-op if they are read at each update."""
 
     def close(self) -> None:
         """Release the memory that only updates need, at the end of the run."""
         self.update = self._run.trainer.update
 
     def regroup(self) -> None:
-        """Take over the optimizers' parameters as they are grouped now. No-op here."""
+        """Called after changes of the optimizers' parameter groups, and at the start of epochs. No-op here."""

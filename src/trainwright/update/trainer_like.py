@@ -1,4 +1,4 @@
-"""What a run reads of its Trainer: a Protocol, since no package imports it, and the methods that are overridden."""
+"""The attributes of a Trainer that a run reads, as a Protocol, and the hooks that the user overrides."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class TrainerLike(Protocol):
-    """The attributes and hooks of a Trainer that planning, running and evaluating read."""
+    """The attributes and hooks of a Trainer that other packages read; they do not import `Trainer` itself."""
 
     model: Any
     loss: Any
@@ -71,7 +71,7 @@ class TrainerLike(Protocol):
         """Make one optimizer update of one window."""
 
     def compute_gradients(self, window: Any) -> Tensor:
-        """Run every micro-batch forward and backward; return the loss of the window."""
+        """Run forward and backward of every micro-batch; return the loss of the window."""
         ...
 
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
@@ -79,98 +79,98 @@ class TrainerLike(Protocol):
         ...
 
     def parts(self) -> dict[str, Stateful]:
-        """Return everything that belongs in a checkpoint, by name."""
+        """Return the parts of a checkpoint, by name."""
         ...
 
     def _bind_run(self, run: Any, boundary: Any) -> None:
-        """Refer to the run while it lasts."""
+        """Set the current run and its boundary."""
 
     def evaluate(self, data: Any, name: str = "val") -> dict[str, float]:
-        """Return exact means over all rows of `data`, named by `name`."""
+        """Return exact means over all rows of `data`; `name`: the prefix of their names."""
         ...
 
     def training_step(self, batch: Any) -> Any:
-        """The step of training."""
+        """Run the training step of a batch; return its loss."""
 
     def validation_step(self, batch: Any) -> Any:
-        """The step of an evaluation."""
+        """Run the evaluation step of a batch; return its loss, output and target."""
 
     def predict_step(self, batch: Any) -> Any:
-        """The step of a prediction."""
+        """Run the prediction step of a batch; return its output."""
 
 
 def active_observers(trainer: TrainerLike) -> Sequence[Observer]:
-    """Return the observers that get the records of the run: those of rank 0."""
+    """Return the observers that receive records: those of rank 0."""
     return trainer.observers if trainer.is_main else ()
 
 
 def trained_modules(trainer: TrainerLike) -> list[nn.Module]:
-    """The model, and a loss that is a module."""
+    """Return the model, and the loss if it is a module."""
     return [one for one in (trainer.model, trainer.loss) if isinstance(one, nn.Module)]
 
 
 def networks_of(trainer: TrainerLike) -> list[nn.Module]:
-    """The model, a loss that is a module, and the frozen modules."""
+    """Return the model, the loss if it is a module, and the frozen modules."""
     return trained_modules(trainer) + list(trainer.frozen.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Hooks:
-    """The functions that the loop calls for each batch, and whether the user has written them."""
+    """The functions that the loop calls, and which of them user code overrides."""
 
     known_loss: KnownLoss | None
-    """The loss, where it is one of torch's own whose count is known."""
+    """The loss, if it is a torch loss whose count is known."""
     split: Callable[[Any], tuple[Any, Any]]
     move: Callable[[Any], Any] | None
-    """`to_device`, or a transfer ahead of a CUDA device; None where batches are on the device already."""
+    """`to_device`, or an asynchronous transfer to a CUDA device; None if batches are already on the device."""
     free: Callable[[], None]
-    """Frees the memory of transfers; a no-op where they have none."""
+    """Frees the memory of transfers."""
     count: Callable[[Any], Count] | None
-    """`count`, or None where no count is known before the step: then rows are counted, or the step finds the count."""
+    """`count`; None if the count is unknown before the step, which then finds it or uses the rows."""
     rows: Callable[[Any], int]
-    """The rows of a host batch; the user's `count` where no tensor has rows."""
+    """Returns the rows of a host batch; by the user's `count` if no tensor has rows."""
     begin_epoch: Callable[[int], None] | None
-    """`begin_epoch`, or None where nothing is done there."""
+    """`begin_epoch`, or None if it is not overridden."""
     end_epoch: Callable[[dict[str, float]], None] | None
-    """`end_epoch`, or None."""
+    """`end_epoch`, or None if it is not overridden."""
     after_update: Callable[[], None] | None
-    """`after_update`, or None."""
+    """`after_update`, or None if it is not overridden."""
     training_loss: Callable[[Any, Any], Any]
-    """The loss of output and target in training by the default step."""
+    """Returns the loss of output and target in the default training step."""
     evaluated_loss: Callable[[Any, Any], Any]
-    """The loss of output and target in an evaluation by the default step."""
+    """Returns the loss of output and target in the default evaluation step."""
     standard_error_of: str | None
-    """The number whose standard error early stopping asks for, without `val_` and the name of a set."""
+    """The number whose standard error early stopping needs, without `val_` and the name of a set."""
     overrides_any: bool
-    """Whether any hook is the user's own, and may change layers between two updates."""
+    """Whether any hook is overridden, which may change layers between two updates."""
     overrides_count: bool
-    """Whether `count` is the user's own."""
+    """Whether `count` is overridden."""
     overrides_training_step: bool
-    """Whether `training_step` is the user's own; the default one, called from it, then returns a plain mean."""
+    """Whether `training_step` is overridden; the default one, if called from it, then returns a plain mean."""
     overrides_validation_step: bool
-    """Whether `validation_step` is the user's own."""
+    """Whether `validation_step` is overridden."""
     overrides_evaluate: bool
-    """Whether `evaluate` is the user's own, and may give numbers of any name."""
+    """Whether `evaluate` is overridden, and may return numbers of any name."""
     may_log_any_name: bool
-    """Whether training steps are the user's own, and may log any name."""
+    """Whether code that runs in training steps is overridden, and may log any name."""
     overrides_compute_gradients: bool
-    """Whether `compute_gradients` is the user's own."""
+    """Whether `compute_gradients` is overridden."""
     has_custom_update: bool
     """Whether `update` or `apply_gradients` is overridden. User code may then read gradients, so they are complete when
     `compute_gradients` returns."""
 
 
 def overridden(cls: type, base: type, hooks: Collection[str]) -> set[str]:
-    """Return the hooks that a subclass defines itself."""
+    """Return the hooks that a subclass overrides."""
     return {name for name in hooks if getattr(cls, name) is not getattr(base, name)}
 
 
 def read_hooks(
     trainer: Any, own: set[str], *, move: Callable[[Any], Any] | None, free: Callable[[], None] = lambda: None
 ) -> Hooks:
-    """Bind the hooks of a trainer whose class defines `own` of them; TypeError where one takes other arguments.
+    """Bind the hooks of a trainer; TypeError for one with wrong arguments.
 
-    `move`: moves batches to the device. `free`: frees the memory that it uses.
+    `own`: the overridden hooks. `move`: moves batches to the device. `free`: frees the memory that `move` uses.
     """
     for name in sorted(own):
         check_arguments(trainer, name)
@@ -178,7 +178,7 @@ def read_hooks(
     steps, counts, early = "training_step" in own, "count" in own, trainer.early_stopping
     split = trainer.split if "split" in own else batches.split
     exact = known is not None and known.reduction == "mean" and not steps and not counts
-    # A `split` of the user's own may draw, change or take out: it is called once per batch, in the step.
+    # An overridden `split` may draw random numbers or change the batch: it is called once per batch, in the step.
     counts_before = counts or (known is not None and "split" not in own)
     return Hooks(
         known_loss=known,
@@ -187,7 +187,7 @@ def read_hooks(
         free=free,
         count=partial(_count_on_host, trainer) if counts else trainer.count if counts_before else None,
         rows=partial(_rows_or_count, trainer) if counts else rows_of,
-        # A custom step that calls the default one may add to the loss: it gets a plain mean.
+        # An overridden step may call the default one and add to its loss, so it gets a plain mean.
         training_loss=partial(batches.counted_loss_of if exact else batches.loss_of, trainer),
         evaluated_loss=known.evaluated if known is not None and exact else partial(batches.exact_loss_of, trainer),
         standard_error_of=_number(early.monitor, trainer.metrics)
@@ -213,14 +213,14 @@ def free_transfer_memory(hooks: Hooks) -> None:
 
 
 def _number(monitor: str, metrics: Collection[str]) -> str:
-    """Return the number of a monitor, without `val_` and without the name of one of several validation sets."""
+    """Return a monitored number without `val_` and without the name of a validation set."""
     name = monitor.removeprefix("val_")
     known = ["loss", *metrics]
     return name if name in known else next((one for one in known if name.endswith(f"_{one}")), name)
 
 
 _NAMED = {"evaluate": ("name",)}
-"""Arguments that the loop gives to a hook by name, although they have a default."""
+"""Arguments with a default that the loop passes to a hook by keyword."""
 
 
 _INSTEAD_OF_INDEX = {
@@ -228,18 +228,18 @@ _INSTEAD_OF_INDEX = {
     "validation_step": "   # self.evaluating: the name of the set; batches are not counted here: count calls yourself",
     "predict_step": "   # batches are not counted here: count calls yourself",
 }
-"""The substitute for the argument `batch_idx` of other libraries: `progress` does not change outside of training."""
+"""Substitutes for the argument `batch_idx` of other libraries; `progress` does not change outside of training."""
 
 
 def check_arguments(given: Any, name: str) -> None:
-    """Refuse a method that cannot be called as the loop calls it, such as `training_step(self, batch, batch_idx)`."""
+    """Raise TypeError for a hook with a wrong signature, such as `training_step(self, batch, batch_idx)`."""
     original = next(one for one in reversed(type(given).__mro__) if name in vars(one))
     wanted = list(inspect.signature(vars(original)[name]).parameters.values())[1:]
     needed = [one.name for one in wanted if one.default is one.empty and one.kind is one.POSITIONAL_OR_KEYWORD]
     named = _NAMED.get(name, ())
     try:
         takes = inspect.signature(getattr(given, name))
-    except ValueError:  # a function in C without a signature
+    except ValueError:  # a C function without a signature
         return
     try:
         takes.bind(*needed, **dict.fromkeys(named))
@@ -257,7 +257,7 @@ def check_arguments(given: Any, name: str) -> None:
 
 
 def _count_on_host(trainer: Any, batch: Any) -> Count:
-    """Return the user's `count`; a tensor on the CPU as a number."""
+    """Return the result of the user's `count`; a CPU tensor as a number."""
     return as_count(trainer.count(batch))
 
 

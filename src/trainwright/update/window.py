@@ -23,13 +23,13 @@ Move = Callable[[Any], Any]
 
 
 class Window(Sequence[Any]):
-    """The micro-batches of one update, with their rows and, where the host knows them, their counts.
+    """The micro-batches of one update, with their rows and, if known on the host, their counts.
 
-    A sequence of batches; each is moved to the device when it is read. The gradient of a window is that of
+    A sequence of batches; each batch is moved to the device when it is read. The gradient of a window is that of
 
         (sum of the losses' numerators) / (sum of their counts)
 
-    over all its micro-batches. So `backward` gets each loss with a weight, as its `grad_tensor`:
+    over all micro-batches. Therefore each loss has a weight in `backward`, its `grad_tensor`:
 
         | the step returns                   | weight        |
         | a mean over `count`                | count / total |
@@ -37,19 +37,19 @@ class Window(Sequence[Any]):
         | a plain sum                        | 1             |
         | a mean, of a single micro-batch    | 1             |
 
-    The total is the sum of the host's counts. Where a step finds its count itself, an estimate takes the place of the
-    total, and `missing_factor`, estimate / total, is multiplied into the gradients after the last `backward`.
+    The total is the sum of the counts on the host. If counts are known only after the steps, an estimate replaces the
+    total, and the gradients are multiplied by `missing_factor`, estimate / total, after the last `backward`.
     """
 
     position = -1
-    """The micro-batch that has run last; -1 before the first."""
+    """The index of the last micro-batch that has run; -1 before the first one."""
     begun = False
-    """Whether its micro-batches are being run, or have been."""
+    """Whether the micro-batches run now or have run."""
     _moved: Any = None
     _estimated_total: Count | None = None
-    """The total of the counts, or an estimate of it, by which losses are divided; None before the first one."""
+    """The total of the counts, or its estimate, as the divisor of losses; None before the first loss."""
     _total: Count = 0
-    """The sum of the counts of the losses that were weighted."""
+    """The sum of the counts of all weighted losses so far."""
 
     def __init__(
         self, batches: list[Any], rows: list[int], counts: list[Count] | None = None, *, move: Move | None = None
@@ -60,9 +60,9 @@ class Window(Sequence[Any]):
         self.is_single = len(batches) == 1
         """Whether there is one micro-batch, whose mean needs no weight."""
         self.all_batches, self.all_rows = len(batches), sum(rows)
-        """Micro-batches and rows of the window; with several ranks those of the rank with most, and of all of them."""
+        """Micro-batches and rows of the window; with several ranks, the most micro-batches of a rank, and all rows."""
         self.mover = move
-        """Moves a batch to the device; None if none is moved."""
+        """Moves a batch to the device; None if batches are not moved."""
 
     def __len__(self) -> int:
         return len(self.batches)
@@ -84,9 +84,9 @@ class Window(Sequence[Any]):
 
     @property
     def shares(self) -> list[Any]:
-        """The share of each micro-batch: its count over the window's, or its rows over the window's without counts.
+        """The fraction of the window's count in each micro-batch, or of its rows without counts.
 
-        In a hand-written loop `backward` is called on each mean loss times its share.
+        In a custom loop, call `backward` on each mean loss times its share.
         """
         counts: list[Count] = list(self.rows) if self.counts is None else self.counts
         total = one_for_zero(as_count(sum(counts)))
@@ -97,14 +97,14 @@ class Window(Sequence[Any]):
         self._moved = None
 
     def restart(self) -> None:
-        """Return to the first micro-batch for a further pass: a window may be run several times (SAM, LBFGS)."""
+        """Return to the first micro-batch, for another pass over the window (SAM, LBFGS)."""
         self.position = -1
         self._estimated_total, self._total = None, 0
 
     def weight(self, count: Count | None, *, is_sum: bool) -> Count:
-        """Return the weight of the loss of the micro-batch that has just run, without the loss scale.
+        """Return the weight of the loss of the last micro-batch, without the loss scale.
 
-        `count`: the count of the loss, as `as_count` returns it; None for a plain sum, which nothing divides.
+        `count`: the count of the loss, in the form of `as_count`; None for a plain sum.
         """
         if count is None or (self.is_single and not is_sum):
             return 1.0
@@ -114,9 +114,10 @@ class Window(Sequence[Any]):
         return (1.0 if is_sum else count) / self._estimated_total
 
     def _estimate_total(self, count: Count) -> Count:
-        """Return the total of the counts where the host knows it; else an estimate, from the count of the first loss.
+        """Return the total of the counts if it is known on the host; else an estimate from the first count.
 
-        The estimate is near the total, so that scaled fp16 gradients stay in range, and exact for counts of rows.
+        The estimate is exact if counts are rows; otherwise it is near the total, so that scaled fp16 gradients stay in
+        range.
         """
         total = 0 if self.counts is None else as_count(sum(self.counts))
         if isinstance(total, Tensor) or total:
@@ -127,12 +128,12 @@ class Window(Sequence[Any]):
 
     @property
     def missing_factor(self) -> Count:
-        """The factor that the gradients still lack: estimated / real total, exactly 1.0 where they are equal.
+        """The remaining factor of the gradients: estimated / real total, exactly 1.0 if they are equal.
 
-        1.0 for a window that counts nothing: its gradient is 0, and its loss is NaN.
+        1.0 for a total of 0: the gradient is 0, and the loss is NaN.
         """
         estimate, total = self._estimated_total, self._total
-        if estimate is None:  # plain sums, or the mean of a single micro-batch
+        if estimate is None:  # plain sums, or a mean of a single micro-batch
             return 1.0
         if isinstance(total, Tensor):
             return torch.where(total == 0, 1.0, estimate / total)
@@ -148,16 +149,16 @@ def windows(
     count: Callable[[Any], Count] | None = None,
     move: Move | None = None,
 ) -> Iterator[Window]:
-    """Group batches into windows of `accumulate`; the last one of a pass is short, and no batch is lost.
+    """Yield windows of `accumulate` batches; the last window may be shorter, and no batch is dropped.
 
-    All batches of a window are fetched before it is returned, and the first batch of the next when that is asked for.
+    All batches of a window are fetched before it is yielded; the next batch is fetched when the next window is needed.
 
     Args:
         batches: The batches.
-        accumulate: Micro-batches per window.
-        rows: A function that returns the rows of a host batch.
+        accumulate: The number of micro-batches per window.
+        rows: A function that returns the number of rows of a host batch.
         count: A function that returns the count of the loss of a host batch.
-        move: A function that moves a batch to the device, when it is read from the window.
+        move: A function that moves a batch to the device; called when the batch is read from the window.
     """
     rows, batches = rows_of if rows is None else rows, iter(batches)
     while group := list(islice(batches, accumulate)):
@@ -166,9 +167,10 @@ def windows(
 
 
 def rows_of(batch: Any) -> int:
-    """The rows of a batch: dim 0 of the first tensor found depth-first; the length of a list of unequal tensors.
+    """Return the rows of a batch: dim 0 of the first tensor, depth first; the length of a list of unequal tensors.
 
-    Of lists of one length, one of which holds dicts or unequal tensors, it is that length: pictures and their targets.
+    For lists of equal length, one of which holds dicts or unequal tensors, it is that length: images with their
+    targets. DataError if no tensor has rows.
     """
     if type(batch) in (tuple, list) and batch and isinstance(batch[0], Tensor) and batch[0].ndim:
         rows: int = batch[0].shape[0]
@@ -189,11 +191,11 @@ def rows_of(batch: Any) -> int:
 
 
 def find_rows(batch: Any) -> int | None:
-    """Return the rows of a nested batch as `rows_of` does, or None where no tensor has rows."""
+    """Return the rows of a nested batch as `rows_of` does; None if no tensor has rows."""
     if isinstance(batch, Tensor):
         return batch.shape[0] if batch.ndim else None
     if isinstance(batch, PackedSequence):
-        return int(batch.batch_sizes[0])  # every sequence has a first entry
+        return int(batch.batch_sizes[0])  # the number of sequences
     if isinstance(batch, list | tuple) and _ragged(batch):
         return len(batch)
     items = _items(batch)
@@ -208,7 +210,7 @@ def find_rows(batch: Any) -> int | None:
 
 
 def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
-    """Check `accumulate=`: a number, or `{first epoch: number}`; returned sorted, from epoch 0 on."""
+    """Return `accumulate=`, a number or `{first epoch: number}`, as sorted pairs from epoch 0 on."""
     table = dict(setting) if isinstance(setting, Mapping) else {0: setting}
     for epoch, k in table.items():
         are_integers = all(isinstance(n, int) and not isinstance(n, bool) for n in (epoch, k))
@@ -224,7 +226,7 @@ def accumulation(setting: Accumulate) -> tuple[tuple[int, int], ...]:
 
 
 def zero_if_uncounted(loss: Tensor, count: Count) -> Tensor:
-    """Return the loss of a batch, or 0 where it counts nothing: torch's mean over nothing is NaN."""
+    """Return the loss of a batch, or 0 for a count of 0, where torch's mean is NaN."""
     if isinstance(count, Tensor):
         return torch.where(count == 0, torch.zeros_like(loss), loss)
     return loss if count else loss.nan_to_num(0.0, 0.0, 0.0)
@@ -238,12 +240,12 @@ def weighted_value(loss: Tensor, weight: Count) -> Tensor:
 
 
 def one_for_zero(count: Count) -> Count:
-    """Return a count to divide by: 1 in the place of 0, since a sum over nothing is 0, and so is its gradient."""
+    """Return a count as a divisor, with 1 in place of 0: the sum and its gradient are 0 then."""
     return torch.where(count == 0, torch.ones_like(count), count) if isinstance(count, Tensor) else count or 1
 
 
 def _ragged(batch: Sequence[Any]) -> bool:
-    """Whether a sequence is rows of unequal length, like `[(5, 3), (7, 3)]`, and no tuple of columns."""
+    """Return whether a sequence is rows of unequal length, such as `[(5, 3), (7, 3)]`, and not a tuple of columns."""
     if len(batch) < 2 or not all(isinstance(item, Tensor) for item in batch):
         return False
     alike = len({(item.ndim, item.dtype) for item in batch}) == 1
@@ -251,7 +253,7 @@ def _ragged(batch: Sequence[Any]) -> bool:
 
 
 def _rows_in_lists(items: Sequence[Any]) -> int | None:
-    """Return the common length of lists with one entry per row; None where the items seem to be columns."""
+    """Return the common length of lists with one entry per row; None if the items seem to be columns."""
     if not items or not isinstance(items[0], list | tuple) or isinstance(items[0], PackedSequence):
         return None
     rows = len(items[0])
@@ -264,7 +266,7 @@ def _rows_in_lists(items: Sequence[Any]) -> int | None:
 
 
 def _of_one_form(rows: Sequence[Any]) -> bool:
-    """Whether a sequence is dicts of the same keys, as the targets of a batch of pictures are."""
+    """Return whether a sequence is dicts with the same keys, such as the targets of a batch of images."""
     return len(rows) > 0 and all(isinstance(row, Mapping) and row.keys() == rows[0].keys() for row in rows)
 
 
