@@ -6,7 +6,7 @@ import re
 
 import pytest
 import torch
-from refusals import make, network, noted, pieces, refused, settings, with_method
+from refusals import entry, make, network, noted, pieces, refused, settings, with_method
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -81,8 +81,9 @@ def test_a_model_that_returns_a_tuple(loss):
         f"  why      Two returned a tuple of 2: ((4, 3) float32 cpu, (4, 4) float32 cpu); {name} takes one tensor",
         f"  fix      Trainer(..., loss=lambda output, target: nn."
         f"{'CrossEntropyLoss()' if isinstance(loss, nn.Module) else 'functional.cross_entropy'}(output[0], target))",
+        f"  where    refusals.py:{noted.__code__.co_firstlineno + 4}",
     ]
-    fix = settings(note.splitlines()[-1].split(maxsplit=1)[1])
+    fix = settings(entry(note, "fix"))
     assert make(model=Two(4, 3), **fix).fit(pieces(), epochs=1).updates == 4
 
 
@@ -127,6 +128,7 @@ def test_targets_of_another_type_for_cross_entropy():
         "  output   (4, 3) float32 cpu",
         "  why      CrossEntropyLoss takes class numbers as int64; the targets are float32 and all whole numbers",
         "  fix      y = y.long() in the Dataset, or target.long() in split(self, batch)",
+        f"  where    refusals.py:{noted.__code__.co_firstlineno + 4}",
     ]
     assert make().fit([(x, y.long()) for x, y in floats], epochs=1).updates == 4
     fixed = with_method("def split(self, batch): inputs, target = super().split(batch); return inputs, target.long()")

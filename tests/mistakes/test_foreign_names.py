@@ -14,6 +14,7 @@ import pytest
 import torch
 from refusals import make, network, pieces
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import trainwright
 from trainwright import (
@@ -31,6 +32,7 @@ from trainwright import (
     SettingError,
     Trainer,
     Updates,
+    batches,
 )
 from trainwright.core.suggestions import (
     FOREIGN_ARGUMENTS,
@@ -399,13 +401,13 @@ def test_the_split_that_is_written_works():
     assert "val_loss" in make().fit(names["train"], names["val"], epochs=1, batch_size=5).history[0]
 
 
-def looped(times=3, **settings):
+def looped(times=3, data=None, **settings):
     stream = io.StringIO()
     model = network()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     trainer = Trainer(model, optimizer, nn.CrossEntropyLoss(), console=Console(stream, width=200), **settings)
     for _ in range(times):
-        trainer.fit(pieces(), pieces(), epochs=1)
+        trainer.fit(pieces() if data is None else data, pieces(), epochs=1)
     return [line for line in stream.getvalue().splitlines() if "in a loop" in line]
 
 
@@ -419,6 +421,30 @@ def test_a_loop_of_fits_gets_one_line_where_a_slot_starts_anew():
         "the schedule and early stopping start anew"
         in looped(early_stopping=EarlyStopping("val_loss"), schedule=Cosine())[0]
     )
+
+
+def rows():
+    return torch.randn(8, 4), torch.tensor([0, 1, 2, 1] * 2)
+
+
+@pytest.mark.parametrize("seed", [0, None])
+def test_a_loop_of_fits_says_that_a_shuffled_order_starts_anew_and_so_it_does(seed):
+    seen = []
+
+    class Sees(Trainer):
+        def training_step(self, batch):
+            seen.append(batch[0])
+            return super().training_step(batch)
+
+    data = batches(rows(), 4, shuffle=True, seed=seed)
+    (line,) = looped(data=data)
+    assert line.endswith("): the order of the data starts anew with each fit: write fit(epochs=n)")
+    trainer = make(Sees)
+    for _ in range(2):
+        trainer.fit(data, epochs=1)
+    assert torch.equal(torch.cat(seen[:2]), torch.cat(seen[2:]))
+    assert looped(data=batches(rows(), 4)) == []
+    assert looped(data=DataLoader(TensorDataset(*rows()), 4, shuffle=True)) == []
 
 
 def test_other_fits_get_no_such_line():

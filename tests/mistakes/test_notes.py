@@ -91,12 +91,13 @@ def test_an_error_that_nobody_knows_has_the_shapes_alone():
             raise LookupError(f"mine, with {list(output)}")
 
     long = {"x": X, "y": Y, "ids": [1, 2], "mask": X, "text": "a", "deep": [[[[X]]]]}
-    note = noted(make(Mine), [long], LookupError)
+    note, step = noted(make(Mine), [long], LookupError), Mine.training_step
     assert note.splitlines() == [
         "trainwright: Mine.training_step failed on train batch 1 of epoch 1",
         "  batch    {'x': (4, 4) float32 cpu, 'y': (4,) int64 cpu, 'ids': [int, int], 'mask': (4, 4) float32 cpu, "
         "and 2 more}",
         "  output   {'logits': (4, 3) float32 cpu}",
+        f"  where    {step.__qualname__} (test_notes.py:{step.__code__.co_firstlineno + 2})",
     ]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from refusals import entry, make, pieces
+from refusals import assert_untouched, entry, make, pieces
 from torch import nn
 
 from trainwright import StepError, Trainer
@@ -20,19 +20,53 @@ RETURNS = {
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("val", [True, False])
 def test_a_step_that_runs_backward_itself_is_told_who_runs_it(returns, val):
-    class Whole(Trainer):
+    class Half(Trainer):
         def training_step(self, batch):
             loss = self.loss(self.model(batch[0]), batch[1])
             self.optimizer.zero_grad()
             loss.backward()
-            self.optimizer.step()
             return RETURNS[returns](loss)
 
     with pytest.raises(RuntimeError) as caught:  # StepError is one
-        make(Whole).fit(pieces(), pieces(1) if val else None, epochs=1)
+        make(Half).fit(pieces(), pieces(1) if val else None, epochs=1)
     (note,) = caught.value.__notes__
     assert entry(note, "why") == "training_step calls backward() itself"
     assert entry(note, "fix") == "return the loss: the loop calls backward() and the optimizer's step()"
+
+
+class Complete(Trainer):
+    def training_step(self, batch):
+        loss = self.loss(self.model(batch[0]), batch[1])
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return loss
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp16"])
+def test_a_step_that_steps_the_optimizer_itself_is_refused_before_a_weight_has_changed(precision):
+    trainer = make(Complete, precision=precision)
+    before = [one.detach().clone() for one in trainer.model.parameters()]
+    first = r"^training_step calls backward\(\) and the optimizer's step\(\) itself\n"
+    with pytest.raises(StepError, match=first) as caught:
+        trainer.fit(pieces(), epochs=1)
+    assert_untouched(trainer, before)
+    text, line = str(caught.value), Complete.training_step.__code__.co_firstlineno + 4
+    assert entry(text, "where") == f"test_plain_loop_habits.py:{line}"
+    assert entry(text, "fix") == "return loss, and no backward() and step() before it"
+    assert not trainer.optimizer._optimizer_step_pre_hooks
+
+
+def test_a_step_that_trains_another_model_inside_is_no_mistake():
+    class Inner(Trainer):
+        def training_step(self, batch):
+            inner = nn.Linear(4, 3)
+            optimizer = torch.optim.SGD(inner.parameters(), lr=0.1)
+            self.loss(inner(batch[0]), batch[1]).backward()
+            optimizer.step()
+            return self.loss(self.model(batch[0]), batch[1])
+
+    assert make(Inner).fit(pieces(), epochs=1).updates == 4
 
 
 def test_a_forgotten_return_is_not_told_to_write_a_validation_step():

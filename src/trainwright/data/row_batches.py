@@ -114,6 +114,11 @@ class Batches(Source):
         """The sampler's own random generators: an evaluation restores them."""
         return self._sampler_generators
 
+    @property
+    def restarts_order(self) -> bool:  # type: ignore[override]
+        """Whether a seed is set, so that each fit begins with the shuffled order of epoch 0 again."""
+        return self._settings.shuffle and self._sampler is None and self._seed is not None
+
     def __len__(self) -> int:
         if self._own_length is None:
             raise TypeError(f"the sampler {type(self._sampler).__name__} has no length")

@@ -37,6 +37,8 @@ class Source:
     """Whether the run saves checkpoints: data that cannot be resumed are then refused (`require_resume`)."""
     is_own_part: bool = False
     """Whether the data are this rank's own part already, as `sharded` marks them."""
+    restarts_order: bool = False
+    """Whether each fit begins with the shuffled order of epoch 0 again, because the order depends on seed and epoch."""
     limit: str = ""
     """Which batches of the data it has, in words: "first 20 of 100 batches"; empty where it has all of them."""
     _part: Shard | None = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trainwright.core.errors import NOTE, StepError, TrainwrightError, notes_of
+from trainwright.core.errors import NOTE, StepError, TrainwrightError, notes_of, user_line
 
 if TYPE_CHECKING:
     from trainwright.diagnostics.frames import Failure
@@ -52,7 +52,25 @@ def _note(failure: Failure) -> str:
     found = explanation_of(failure)
     if found is not None:
         lines.append(_labelled(*found))
+    if place := _place(failure):
+        lines.append(f"  where    {place}")
     return "\n".join(lines)
+
+
+def _place(failure: Failure) -> str:
+    """Return the line of user code that failed; else the step whose loss backward() failed on, or the call of `fit`."""
+    if failure.user_place:
+        return failure.user_place
+    if failure.in_backward and failure.trainer._hooks.overrides_training_step:
+        return _defined(failure.trainer, "training_step")
+    return user_line()
+
+
+def _defined(trainer: Any, name: str) -> str:
+    """Return a step of the user's own, and the line where it is defined."""
+    step = f"{type(trainer).__name__}.{name}"
+    code = getattr(getattr(type(trainer), name), "__code__", None)
+    return step if code is None else f"{step} ({Path(code.co_filename).name}:{code.co_firstlineno})"
 
 
 def _failed(failure: Failure) -> str:
@@ -84,8 +102,7 @@ def _name_the_step(error: StepError, trainer: Any) -> None:
         return
     from trainwright.diagnostics.rules import explain_own_backward
 
-    code = getattr(type(trainer), name).__code__
-    note = f"{NOTE}{type(trainer).__name__}.{name} ({Path(code.co_filename).name}:{code.co_firstlineno})"
+    note = f"{NOTE}{_defined(trainer, name)}"
     found = explain_own_backward(trainer) if name == "training_step" else None
     if found is not None:
         note = f"{note}\n{_labelled(*found)}"

@@ -1,4 +1,4 @@
-"""Checks the inputs of torch's classification losses in the first update; warns once per loss, with the fix.
+"""Checks the inputs of torch's classification losses in the first update; refuses steps that only the loop may call.
 
 Probabilities instead of logits train slowly and badly, without an error. Later updates are not checked.
 """
@@ -6,7 +6,9 @@ Probabilities instead of logits train slowly and badly, without an error. Later 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 from typing import Any, NamedTuple, cast
 from warnings import warn
 
@@ -16,7 +18,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from trainwright.core import torch_private
-from trainwright.core.errors import message
+from trainwright.core.errors import StepError, message
 from trainwright.core.trees import inside
 
 _FORMS = ("View", "Reshape", "Permute", "Transpose", "TBackward", "Squeeze", "Unsqueeze", "Clone", "ToCopy", "Slice")
@@ -78,6 +80,35 @@ class FirstBatch(TorchFunctionMode):
                 found = None
             self.found += [] if found is None else [found]
         return returned
+
+
+@contextmanager
+def refusing_own_steps(trainer: Any) -> Iterator[None]:
+    """Raise StepError before a `step` of the trainer's optimizers that its `training_step` calls, as a plain loop does.
+
+    Only a `training_step` whose code calls `backward` and `step` is watched: other runs have no hook.
+    """
+    code = getattr(type(trainer).training_step, "__code__", None)
+    handles: list[Any] = []
+    if code is not None and {"backward", "step"} <= set(code.co_names):
+        handles += [one.register_step_pre_hook(_refuse_own_step) for one in trainer.optimizers.values()]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _refuse_own_step(*_: Any) -> None:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and frame.f_code.co_name != "training_step":
+        frame = frame.f_back
+    if frame is not None:
+        raise StepError(
+            "training_step calls backward() and the optimizer's step() itself",
+            want="the loss: the loop calls zero_grad(), backward() and step()",
+            fix="return loss, and no backward() and step() before it",
+        )
 
 
 def is_compiled(model: torch.nn.Module) -> bool:

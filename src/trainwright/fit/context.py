@@ -26,6 +26,7 @@ from trainwright.core.signals import Interrupted, Signals
 from trainwright.core.torch_private import versions_preserved
 from trainwright.data.source import Source, require_resume
 from trainwright.diagnostics.explain import explain
+from trainwright.diagnostics.first_batch import refusing_own_steps
 from trainwright.evaluation.passes import evaluate
 from trainwright.fit.boundary import Boundary
 from trainwright.fit.opening import open_data
@@ -104,6 +105,8 @@ class FitContext:
             self._finish(error)
         if self._trainer._hooks.has_custom_update:
             undo.enter_context(self._run.watching_steps())
+        elif self._trainer._hooks.overrides_training_step:
+            undo.enter_context(refusing_own_steps(self._trainer))
 
     def _bind_to_newest(self, source: Source, val: Mapping[str, Source], undo: ExitStack) -> None:
         """Bind the run. With `resume="auto"`, try an older checkpoint if the newest one cannot be loaded."""
@@ -133,7 +136,7 @@ class FitContext:
         if trainer.world.size > 1:
             check_same_config(trainer, source, val, ends=ends, resumes=resumes)
         # 2. The stage starts: it sets the counters, rates and weights that the plan is made with.
-        start_stage(trainer, undo, resumes=resumes, epochs=ends.epochs)
+        start_stage(trainer, undo, resumes=resumes, source=source if ends.epochs == 1 else None)
         plan = make_plan(trainer, source, val, ends=ends, notes=self._switch(source, val, undo))
         run = self._run = Run(trainer, source, plan, signals=self._signals)
         # 3. A checkpoint is read, and the start is chosen by it.
@@ -412,10 +415,10 @@ def _val_numbers(trainer: TrainerLike, name: str, source: Source) -> set[str]:
         return set(evaluate(trainer, source, name=name, batches=1).numbers)
 
 
-def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, epochs: int | None) -> None:
+def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, source: Source | None) -> None:
     """Start a stage. After an error before its loop, `undo` restores the trainer to the end of its last `fit`.
 
-    SettingError if a `fit` of the same trainer is in progress.
+    `source`: the data of a `fit` of one epoch, else None. SettingError if a `fit` of the same trainer is in progress.
     """
     last = trainer._record
     if last.is_under_way:
@@ -426,17 +429,18 @@ def start_stage(trainer: TrainerLike, undo: ExitStack, *, resumes: bool, epochs:
     undo.push(before.leave)
     trainer._tracker.reset()
     before.begin_next(resumes=resumes)
-    if epochs == 1:
-        record.notes += _note_a_loop(trainer, last_caller=last.caller)
+    if source is not None:
+        record.notes += _note_a_loop(trainer, source, last_caller=last.caller)
     if trainer.world.size > 1:
         # After the trained weights are restored: averaged weights that the user changed are not replaced.
         broadcast_weights(trainer)
 
 
-def _note_a_loop(trainer: TrainerLike, *, last_caller: str) -> tuple[str, ...]:
+def _note_a_loop(trainer: TrainerLike, source: Source, *, last_caller: str) -> tuple[str, ...]:
     """Return a header line, once, if `fit(epochs=1)` is called in a loop and a slot restarts with each call."""
     record, line = trainer._record, user_line()
     restarted = [name for name in ("schedule", "early_stopping") if getattr(trainer, name) is not None]
+    restarted += ["order of the data"] if source.restarts_order else []
     record.caller = last_caller if last_caller == "-" else line
     if last_caller != line or not line or not restarted:
         return ()

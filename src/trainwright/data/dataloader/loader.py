@@ -8,7 +8,7 @@ from functools import partial
 from itertools import islice
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler
 
 from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
@@ -106,7 +106,7 @@ class LoaderBatches(Source):
             self._own_length = self.length
 
     def describe(self) -> str:
-        """Return rows, batch size and workers."""
+        """Return rows, batch size, workers and, if the rows are not shuffled, their order."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
         if self._part is not None and self.batch_size is not None and not self.is_own_part:
@@ -114,7 +114,13 @@ class LoaderBatches(Source):
         size += " on each process" if self._part is not None and self.is_own_part else ""
         n = self._loader.num_workers
         workers = f", {n} worker{'s' if n > 1 else ''}" if n else ""
-        return f"{rows}{size} from a {type(self._loader).__name__}{workers}"
+        order = ", in order" if self._is_in_order() else ""
+        return f"{rows}{size} from a {type(self._loader).__name__}{workers}{order}"
+
+    def _is_in_order(self) -> bool:
+        """Return whether the loader reads the rows of its data set in their order: `shuffle=True` was not given."""
+        by = self._loader.batch_sampler
+        return type(by) is BatchSampler and type(by.sampler) is SequentialSampler
 
     def shard(self, part: Shard | None) -> None:
         """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
