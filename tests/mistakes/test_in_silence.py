@@ -8,10 +8,12 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
+from sklearn import metrics
+from sklearn.metrics import f1_score
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
-from trainwright import MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy
+from trainwright import MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy, over_all
 from trainwright.tools.sklearn_wrapper import SklearnClassifier
 
 G = torch.Generator().manual_seed(0)
@@ -144,6 +146,22 @@ def test_a_metric_that_counts_is_told_once_by_its_name(metric):
         and "a count or a sum, not a mean" in text
         and "SumLoss(total" in text
     )
+
+
+def f1(output, target):
+    return f1_score(target, output.argmax(1), average="macro")
+
+
+def by_name(output, target):
+    return metrics.f1_score(target, output.argmax(1), average="weighted")
+
+
+@pytest.mark.parametrize("metric", [f1, by_name, partial(f1), lambda o, t: f1_score(t, o.argmax(1), average="micro")])
+def test_a_score_that_is_no_mean_over_rows_is_told_with_over_all(metric):
+    (text,) = warned(net(), nn.CrossEntropyLoss(), metrics={"score": metric})
+    assert text.startswith("metric 'score' is no mean over rows: it calls ") and "test_in_silence.py" in text
+    assert "fix   metrics={'score': over_all(...)}" in text
+    assert warned(net(), nn.CrossEntropyLoss(), metrics={"score": over_all(metric)}) == []
 
 
 def test_a_metric_that_only_validation_feeds_is_told_too():

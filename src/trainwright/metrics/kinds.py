@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from itertools import zip_longest
 from numbers import Real
 from typing import Any
@@ -82,6 +83,7 @@ class FunctionMetric(PassMetric):
             self._totals = {key: self._total(key) for key in results}
         if self.name not in self._checked and not isinstance(result, SumLoss | MeanLoss):
             self._checked.add(self.name)
+            _warn_of_batch_values(self.name, self._function)
             _warn_of_count(self.name, self._function, result, output, target)
         for key, value in results.items():
             self._totals[key].take(value, rows)
@@ -206,6 +208,39 @@ def totals_of(metric: PassMetric, result: Any) -> dict[str, Total]:
         total = totals[metric.full_name(key)] = Total()
         total.add(value if isinstance(value, Tensor) else float(value), 1)
     return totals
+
+
+_NO_MEANS = frozenset(
+    {
+        *(
+            "auroc",
+            "average_precision_score",
+            "balanced_accuracy_score",
+            "cohen_kappa_score",
+            "f1_score",
+            "fbeta_score",
+        ),
+        *("jaccard_score", "matthews_corrcoef", "precision_score", "r2_score", "recall_score", "roc_auc_score"),
+    }
+)
+"""Functions of scikit-learn and others whose value over all rows is not the mean of their values for batches."""
+
+
+def _warn_of_batch_values(name: str, function: MetricFunction) -> None:
+    """Warn if a metric is, or calls, one of `_NO_MEANS`."""
+    inner = function.func if isinstance(function, partial) else function
+    code = getattr(inner, "__code__", None)
+    called = {getattr(inner, "__name__", ""), *(() if code is None else code.co_names)} & _NO_MEANS
+    if called:
+        warn(
+            message(
+                f"metric {name!r} is no mean over rows: it calls {min(called)}",
+                have="its value for each batch, and the mean of these values by rows",
+                want="one call with the outputs and targets of all rows",
+                fix=f"metrics={{{name!r}: over_all(...)}}, which counts in evaluations",
+            ),
+            stacklevel=2,
+        )
 
 
 def _warn_of_count(name: str, function: MetricFunction, result: Any, *given: Any) -> None:
