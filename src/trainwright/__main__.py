@@ -1,4 +1,4 @@
-"""The demo, `python -m trainwright`: train a small network on handwritten digits, with every part in use."""
+"""The demo, `python -m trainwright`: trains a small network on handwritten digits with the main slots in use."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from trainwright import EarlyStopping, OneCycle, Trainer, accuracy, batches
 from trainwright.data import Batches
 
 TRAINING, VALIDATION, TEST = 1200, 200, 397
-"""Digits to train on, digits to choose the epoch by, and digits that neither has seen."""
+"""Number of digits for training, for validation, and held out for the test."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Train, and say what was done, how many held-out digits are right and which; nothing is written to disk."""
+    """Train, then print the test accuracy and the classification report. Writes nothing to disk."""
     parser = argparse.ArgumentParser(
         prog="python -m trainwright",
         description="Train a small network on the 1,797 handwritten digits that come with scikit-learn.",
@@ -53,7 +53,7 @@ def _demo(epochs: int) -> None:
 
 
 def _digits() -> tuple[Batches, Batches, Batches]:
-    """The digits, images (rows, 1, 8, 8) from 0 to 1, dealt into the same three parts each time."""
+    """Return training, validation and test data: images (rows, 1, 8, 8) from 0 to 1, always split equally."""
     from sklearn.datasets import load_digits
 
     pixels, targets = load_digits(return_X_y=True)
@@ -65,7 +65,7 @@ def _digits() -> tuple[Batches, Batches, Batches]:
 
 
 def _network() -> nn.Module:
-    """A small convolutional network, with the same first weights each time."""
+    """Return a small convolutional network with fixed initial weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(

@@ -67,9 +67,9 @@ METHODS = (
 
 
 class Trainer(Generic[M]):
-    """Trains a model: composes precision, accumulation, clipping, a schedule, early stopping and checkpoints.
+    """Trains a model; slots add precision, accumulation, clipping, a schedule, early stopping and checkpoints.
 
-    With all slots empty the loop is the plain PyTorch loop. A subclass overrides hooks, such as `training_step`.
+    With all slots empty the loop is the plain PyTorch loop. Subclasses override hooks, such as `training_step`.
 
     >>> import torch
     >>> from trainwright import Trainer
@@ -82,42 +82,42 @@ class Trainer(Generic[M]):
     Args:
         model: Any module. It is moved to `device`.
         optimizer: An `Optimizer`, a function `model -> Optimizer`, a torch class or a partial of one, or a dict of
-            these by name. None for a trainer that only evaluates and predicts.
-        loss: A function `loss(output, target)`. None where the steps are overridden, or the model returns its own loss.
+            these by name. None: the trainer only evaluates and predicts.
+        loss: A function `loss(output, target)`. None: the steps are overridden, or the model returns a loss.
         metrics: Metrics by name: functions of (output, target), objects with `update`, `compute` and `reset`, or
             `Derived`.
-        precision: "bf16", "fp16", "tf32", "auto", `MixedPrecision` or a `Precision` of your own. None: as the model is.
+        precision: "bf16", "fp16", "tf32", "auto", `MixedPrecision` or a custom `Precision`. None: that of the model.
         accumulate: Micro-batches per update, or a dict `{first epoch: micro-batches}`.
-        clip: The largest norm, `ClipNorm`, `ClipValue` or a function of the parameters. With several optimizers a dict
+        clip: The maximum norm, `ClipNorm`, `ClipValue` or a function of the parameters. With several optimizers a dict
             by their names.
-        schedule: A schedule, or a function `(update, updates) -> factor of the rate`. With several optimizers a dict by
-            their names.
+        schedule: A schedule, or a function `(update, updates) -> factor` of the learning rate. With several optimizers
+            a dict by their names.
         early_stopping: `EarlyStopping(...)`.
         checkpoint: `Checkpoint(...)`.
-        average: `EMA(...)` or `SWA(...)`. The averaged weights are evaluated, saved and left in the model.
-        frozen: Modules by name that are not trained, such as a teacher. They are moved to the device, and stay in eval
-            mode.
-        on_nonfinite: What becomes of an update whose loss or gradient is not finite: "raise", "skip" or "ignore".
-        parallel: "auto" uses the processes that were started together. `DDP(...)` and `FSDP(...)` set how. None: one
-            process.
-        device: A device, or "auto": that of the model, else the best one available.
-        console: False prints nothing. A `Console` prints to its own stream.
-        observers: Observers of the run, such as `Journal(...)`.
-        on_error: "save" saves the last complete update where your code raises. It needs a `checkpoint`.
-        on_oom: "split" continues with smaller micro-batches where memory runs out.
+        average: `EMA(...)` or `SWA(...)`. The averaged weights are evaluated, saved, and loaded into the model at the
+            end.
+        frozen: Untrained modules by name, such as a teacher. They are moved to the device and stay in eval mode.
+        on_nonfinite: The action for an update with a non-finite loss or gradient: "raise", "skip" or "ignore".
+        parallel: "auto" uses all processes of the launch with `DDP()`. `DDP(...)` or `FSDP(...)`: with these settings.
+            None: one process.
+        device: A device. "auto": that of the model, or the best available one.
+        console: False prints nothing. `Console(...)` sets stream and width.
+        observers: A sequence of observers, such as `Journal(...)`.
+        on_error: "save" saves the last complete update when user code raises. Requires a `checkpoint`.
+        on_oom: "split" repeats an update with smaller micro-batches when memory runs out.
         fast: `Fast(...)`: compilation, memory layout, data on the device.
 
     Attributes:
         device: The device of the model.
-        optimizers: The optimizers by name; a single one is `optimizer`.
+        optimizers: The optimizers by name; a single one is also `optimizer`.
         history: One dict of numbers per epoch or validation.
         result: The `Result` of the last `fit`, or None.
-        state: A dict of your own that is saved in every checkpoint.
+        state: A dict for the user, saved in every checkpoint.
         is_main: Whether this process has rank 0.
         world: The ranks of the run: `world.rank`, `world.size`.
 
     Raises:
-        SettingError: For settings that cannot work, alone or together.
+        SettingError: For invalid settings, alone or in combination.
     """
 
     @suggests
@@ -188,7 +188,7 @@ class Trainer(Generic[M]):
         super().__init_subclass__()
         refuse_near_names(cls, [*HOOKS, *METHODS], base=Trainer)
 
-    # The loop. An update is these four methods, read downwards.
+    # The loop: four methods, to be read downwards.
 
     @suggests
     def fit(
@@ -214,29 +214,30 @@ class Trainer(Generic[M]):
 
         Args:
             train: `batches(...)`, a `DataLoader`, a `Dataset`, an array or a tuple of arrays (these two with
-                `batch_size`), an iterable of batches, or a function `epoch -> one of these`. None: the `training_step`
-                or `update` of your own makes its own data, and gets None as its batch.
+                `batch_size`), an iterable of batches, or a function `epoch -> one of these`. None: a custom
+                `training_step` or `update` makes the data; its batch is None.
             val: Validation data of the same forms, or a dict of several sets.
-            epochs: End after so many passes over the training data.
-            max_updates: End after so many applied updates.
-            max_seconds: End after so many seconds of wall-clock time.
+            epochs: End after this number of passes over the training data.
+            max_updates: End after this number of applied updates.
+            max_seconds: End after this number of seconds.
             epoch_updates: Updates per epoch, for an endless stream.
             batch_size: Rows per batch, for arrays and data sets.
-            validate: When `val` is evaluated, as a duration. It is evaluated at the end in any case.
-            validate_at_start: Whether `val` is evaluated before the first update too, as epoch 0.
-            max_val_batches: Evaluate the first batches of each validation set alone.
+            validate: Duration between evaluations of `val`. It is also evaluated at the end.
+            validate_at_start: Evaluate `val` before the first update too, as epoch 0.
+            max_val_batches: Evaluate only this number of first batches of each validation set.
             resume: "auto" continues from the newest checkpoint, if there is one. A path continues from that checkpoint.
-            resume_data: False resumes with other data: the epoch begins anew.
-            resume_fresh: Parts that start anew, such as `("schedule", "average")`.
+            resume_data: False resumes with other data: the epoch starts again.
+            resume_fresh: Names of parts that start fresh, such as `("schedule", "average")`.
 
         Raises:
-            SettingError: Before the first update, for settings that cannot work together.
+            SettingError: Before the first update, for contradictory settings.
             DataError: For data that cannot be trained on.
-            NonFiniteError: For a loss or gradient that is not finite, unless `on_nonfinite` says otherwise.
-            CheckpointError: For a checkpoint that cannot be resumed, or where the save at the end fails.
-            Stopped: After SIGTERM or SIGUSR1: the current update is completed and saved. Ctrl-C: `KeyboardInterrupt`.
+            NonFiniteError: For a non-finite loss or gradient, with `on_nonfinite="raise"`.
+            CheckpointError: If a checkpoint cannot be resumed, or if the save at the end fails.
+            Stopped: After SIGTERM or SIGUSR1. The current update is completed and saved first.
+            KeyboardInterrupt: After Ctrl-C, likewise.
         """
-        # Imported at its first call, as the rest of a run's machinery: `import trainwright` stays cheap.
+        # Imported on the first call, so that `import trainwright` stays cheap.
         from trainwright.fit.context import FitContext
 
         ends = Ends(epochs, max_updates, max_seconds, epoch_updates, validate, validate_at_start, max_val_batches)
@@ -263,7 +264,7 @@ class Trainer(Generic[M]):
         return self.result
 
     def update(self, window: Window) -> Any:
-        """Make one optimizer update from one window of micro-batches. Override it for GANs, SAM, L-BFGS.
+        """Make one optimizer update from one window of micro-batches. Override it for GANs, SAM or L-BFGS.
 
         Args:
             window: The micro-batches of the update.
@@ -276,7 +277,7 @@ class Trainer(Generic[M]):
         return loss
 
     def compute_gradients(self, window: Window) -> Tensor:
-        """Zero the gradients; run every micro-batch forward and backward with its weight; return the window's loss.
+        """Zero the gradients, run each micro-batch forward and backward with its weight, and return the window's loss.
 
         Args:
             window: The micro-batches of the update.
@@ -288,7 +289,7 @@ class Trainer(Generic[M]):
         window.begun = True
         for batch in window:
             with run.autocast:
-                returned = strategy.step(batch)  # training_step; of several ranks under DDP
+                returned = strategy.step(batch)  # training_step, wrapped by DDP with several ranks
             losses, grad_tensors = strategy.backward_args(returned)  # a grad_tensor is the weight of its loss
             torch.autograd.backward(losses, grad_tensors)
         tracker.recording = True
@@ -300,16 +301,16 @@ class Trainer(Generic[M]):
     def apply_gradients(self, name: str | None = None, closure: Callable[[], Any] | None = None) -> bool:
         """Unscale the gradients, measure and clip them, check for NaN and inf, and step.
 
-        NaN and inf are flagged in the pass that unscales. Under a deferred check the kernels themselves leave the step
-        out by that flag.
+        The pass that unscales also flags NaN and inf. With a deferred check, the optimizer kernels skip the step by
+        that flag.
 
         Args:
             name: The name of one of several optimizers. None: all of them.
-            closure: For optimizers that evaluate the loss themselves, as L-BFGS does: `apply_gradients(closure=lambda:
+            closure: For optimizers that evaluate the loss, such as L-BFGS: `apply_gradients(closure=lambda:
                 self.compute_gradients(window))`.
 
         Returns:
-            Whether the update was applied. Under a deferred check always True.
+            Whether the update was applied. Always True with a deferred check.
         """
         run = self._run
         if closure is not None:
@@ -326,10 +327,10 @@ class Trainer(Generic[M]):
         return applied
 
     def minimize(self, loss: Any, name: str | None = None) -> bool:
-        """Zero the gradients of one optimizer, run `loss` backward, and apply: one of the two updates of a GAN.
+        """Zero the gradients of one optimizer, run `loss` backward, and apply the gradients. For the updates of a GAN.
 
         Args:
-            loss: Anything that a step may return. A tensor counts the window's rows.
+            loss: Any value that a step may return. A tensor has the rows of the window as its count.
             name: The name of one of several optimizers.
 
         Returns:
@@ -340,7 +341,7 @@ class Trainer(Generic[M]):
         return self.apply_gradients(name)
 
     def _between_updates(self, boundary: Boundary, *, epoch_ended: bool = False) -> None:
-        """Do what is due between two updates: probe, validate, judge, report, save."""
+        """Do the work that is due between two updates: probe, validate, compare with the best, report, save."""
         boundary.begin(epoch_ended=epoch_ended)
         validated = boundary.validation_is_due()
         is_best = save_due = False
@@ -359,7 +360,7 @@ class Trainer(Generic[M]):
     # The hooks.
 
     def training_step(self, batch: Any) -> Any:
-        """Return the loss of one micro-batch: a tensor (a mean), MeanLoss, SumLoss, StepOutput, or a dict of losses."""
+        """Return the loss of one micro-batch: a tensor (a mean), MeanLoss, SumLoss, StepOutput or a dict of losses."""
         if self.loss is None:
             return batches.own_loss(self, batch)
         inputs, target = self._hooks.split(batch)
@@ -368,7 +369,7 @@ class Trainer(Generic[M]):
         return StepOutput(loss, output, target) if self.metrics or self._hooks.standard_error_of else loss
 
     def validation_step(self, batch: Any) -> Any:
-        """Return the loss of a batch in validation, like `training_step`, which it calls where that is overridden."""
+        """Return the loss of a batch in validation, like `training_step`. Calls `training_step` if overridden."""
         hooks = self._hooks
         if hooks.overrides_training_step or self.loss is None:
             return self.training_step(batch)
@@ -383,29 +384,29 @@ class Trainer(Generic[M]):
         return batches.call(self.model, inputs)
 
     def split(self, batch: Any) -> tuple[Any, Any]:
-        """Return (inputs, target): a tuple of positional inputs, a dict of keywords, or one tensor; None: no target."""
+        """Return (inputs, target). Inputs: a tuple of positional ones, a dict of keywords, or one tensor."""
         return batches.split(batch)
 
     def count(self, batch: Any) -> Count:
-        """Return the count of the loss of this host batch: the divisor of torch's mean, else its rows."""
+        """Return the count of the loss of a host batch: the divisor of torch's mean, else the rows."""
         known, target = self._hooks.known_loss, batches.known_target(batch)
         return rows_of(batch) if known is None or target is None else known.count(target)
 
     def to_device(self, batch: Any) -> Any:
-        """Return the batch on `self.device`, with all its types kept."""
+        """Return the batch on `self.device`, in the same containers."""
         return move(batch, self.device)
 
     def begin_epoch(self, epoch: int) -> None:
-        """Run before the first window of an epoch (from 0); may change model, groups, trained parameters, and data."""
+        """Run before the first window of an epoch (from 0). May change model, groups, frozen parameters and data."""
 
     def end_epoch(self, metrics: dict[str, float]) -> None:
-        """Run after an epoch and its validation, with the row that `history` gets."""
+        """Run after an epoch and its validation, with the row of `history`."""
 
     def after_update(self) -> None:
-        """Run after each applied update: the weights are the new ones, `.grad` is the gradient of the step."""
+        """Run after each applied update. The weights are updated; `.grad` is the gradient of the step."""
 
     def parts(self) -> dict[str, Stateful]:
-        """Return everything that belongs in a checkpoint, by name; add your own objects to `super().parts()`."""
+        """Return the parts of a checkpoint by name. Override it to add objects to `super().parts()`."""
         from trainwright.fit.saving import parts_of
 
         return parts_of(self._run, self._boundary)
@@ -416,16 +417,16 @@ class Trainer(Generic[M]):
     def evaluate(
         self, data: Any, name: str = "val", *, batch_size: int | None = None, max_batches: int | None = None
     ) -> dict[str, float]:
-        """Return exact means over all rows of `data`; leaves no trace.
+        """Return exact means over all rows of `data`, without side effects.
 
         Args:
-            data: Data of any form that `fit` takes. A dict of several sets gives `<name>_<key>_loss` for each.
+            data: Data of any form that `fit` takes. A dict of sets returns `<name>_<key>_loss` for each set.
             name: The prefix of the numbers: `val_loss`, `val_accuracy`.
             batch_size: Rows per batch, for arrays and data sets.
-            max_batches: Evaluate the first batches of each set alone. A set that has more gets the number
+            max_batches: Evaluate only this number of first batches of each set. A set that has more gets the number
                 `<name>_first_batches`.
         """
-        from trainwright.evaluation import passes  # at its first call: `import trainwright` stays cheap
+        from trainwright.evaluation import passes  # on the first call, so that `import trainwright` stays cheap
         from trainwright.fit import opening
 
         opened = opening.open_sets(self, data, name, batch_size=batch_size, max_batches=max_batches)
@@ -433,12 +434,12 @@ class Trainer(Generic[M]):
 
     @suggests
     def predict(self, data: Any, *, batch_size: int | None = None, max_batches: int | None = None) -> Any:
-        """Return the outputs for all rows of `data`, in order, joined, on the CPU; leaves no trace.
+        """Return the outputs for all rows of `data`, in order, joined, on the CPU, without side effects.
 
         Args:
             data: Data of any form that `fit` takes.
             batch_size: Rows per batch, for arrays and data sets.
-            max_batches: Predict the first batches alone.
+            max_batches: Predict only this number of first batches.
         """
         from trainwright.evaluation.predictions import predict
         from trainwright.fit import opening
@@ -449,15 +450,15 @@ class Trainer(Generic[M]):
     def predict_batches(
         self, data: Any, *, batch_size: int | None = None, max_batches: int | None = None
     ) -> Iterator[Any]:
-        """Return an iterator of the outputs of `predict`, one for each batch, for outputs that do not fit in memory.
+        """Return an iterator over the outputs of `predict`, one per batch, for outputs that do not fit in memory.
 
-        Between two outputs modes, weights, random state, gradients and `state` are as you left them, and so they are
-        where the iterator is dropped. Each batch runs with the weights of that moment. All ranks iterate together.
+        Between two outputs, and after the iterator is dropped, modes, weights, random state, gradients and `state` are
+        yours. Each batch runs with the current weights. All ranks iterate together.
 
         Args:
             data: Data of any form that `fit` takes.
             batch_size: Rows per batch, for arrays and data sets.
-            max_batches: Predict the first batches alone.
+            max_batches: Predict only this number of first batches.
         """
         from trainwright.evaluation.predictions import predict_batches
         from trainwright.fit import opening
@@ -475,7 +476,7 @@ class Trainer(Generic[M]):
         batch_size: int | None = None,
         max_batches: int | None = None,
     ) -> Report:
-        """Return a report over all rows of `data`; leaves no trace.
+        """Return a report over all rows of `data`, without side effects.
 
         Args:
             data: Data of any form that `fit` takes, with targets.
@@ -483,7 +484,7 @@ class Trainer(Generic[M]):
                 outputs.
             names: Names of the classes, or of the columns.
             batch_size: Rows per batch, for arrays and data sets.
-            max_batches: Report on the first batches alone; the text says so.
+            max_batches: Report on only this number of first batches; the text notes it.
         """
         from trainwright.evaluation.reports import report
         from trainwright.fit import opening
@@ -503,7 +504,7 @@ class Trainer(Generic[M]):
         epoch_updates: int | None = None,
         batch_size: int | None = None,
     ) -> Plan:
-        """Return the arithmetic of a `fit` with these arguments, without running it; contradictions are raised.
+        """Return the plan of a `fit` with these arguments, without running it. Raises for contradictory settings.
 
         Args:
             train: Training data, as for `fit`.
@@ -523,49 +524,49 @@ class Trainer(Generic[M]):
         planned = make_plan(self, source, held_out, ends=ends)
         bind_schedules(self.schedule, self.optimizers, planned)
         if self.average is not None:
-            self.average.bind(nn.Module(), planned)  # its arithmetic alone: no weight is copied
+            self.average.bind(nn.Module(), planned)  # checks its arithmetic; no weight is copied
         return planned
 
     @suggests
     def log(self, name: str, value: float | Tensor, count: Count | None = None) -> None:
-        """Report a number from inside a step.
+        """Log a number from inside a step.
 
         Args:
             name: Its name in the history, the journal and the loggers.
-            value: The number, or a tensor with one element, which is read when the epoch ends.
-            count: The weight of its mean. None: the rows of the batch.
+            value: The number, or a tensor with one element, which is read at the end of the epoch.
+            count: The weight of the number in its mean. None: the rows of the batch.
         """
         self._tracker.log(name, value, count)
 
     def autocast(self) -> AbstractContextManager[Any]:
-        """Return a context that computes as steps do, for an `update` of your own."""
+        """Return the autocast context of the steps, for a custom `update`."""
         from trainwright.evaluation import passes
 
         return passes.autocast(self)
 
     def print(self, *values: object) -> None:
-        """Print a line, on the main process only, without tearing the live bar.
+        """Print a line on rank 0, above the progress bar.
 
         Args:
-            *values: As for `print`, joined by blanks.
+            *values: As for the builtin `print`, joined by spaces.
         """
         if self.is_main:
             write_line(" ".join(map(str, values)))
 
     @suggests
     def save(self) -> None:
-        """Write a checkpoint after the current update; during `fit` only."""
+        """Request a checkpoint after the current update. For calls during `fit`."""
         self._boundary.request_save()
 
     @suggests
     def save_weights(self, path: str | Path) -> None:
-        """Write the model's weights to one safetensors file: CPU tensors, plain keys. To be called on all ranks.
+        """Write the weights of the model to one safetensors file. Call it on all ranks.
 
         Args:
-            path: The file. It is complete or absent.
+            path: The file. It is complete or absent, with plain keys.
 
         Raises:
-            CheckpointError: On all ranks, where it cannot be written.
+            CheckpointError: On all ranks, if the file cannot be written.
         """
         from trainwright.fit.result import write_weights
 
@@ -576,13 +577,13 @@ class Trainer(Generic[M]):
         """End `fit` after the current update.
 
         Args:
-            reason: Why: it becomes `Result.stopped`.
+            reason: The reason, for `Result.stopped`.
         """
         self._run.stop(reason)
 
     @property
     def optimizer(self) -> Any:
-        """The optimizer, where there is only one without a name; None where there is none."""
+        """The single optimizer; None without one. SettingError if there are several by name."""
         if not self.optimizers or ONLY in self.optimizers:
             return self.optimizers.get(ONLY)
         names = ", ".join(map(repr, self.optimizers))
@@ -591,17 +592,17 @@ class Trainer(Generic[M]):
 
     @property
     def progress(self) -> Progress:
-        """The progress of the run: updates, epochs, rows; read-only."""
+        """A read-only view of the counters: updates, epochs, rows."""
         return Progress(self._counters)
 
     @property
     def evaluating(self) -> str | None:
-        """The name of the set that `evaluate` runs now: "val", "test", "val_easy"; None in training and elsewhere."""
+        """The name of the set under evaluation, such as "val" or "val_easy"; None outside of evaluations."""
         return self._record.evaluation.name
 
     @property
     def fast_path(self) -> str:
-        """Which path the updates take, and why."""
+        """Text on the path of the updates, with the reason."""
         from trainwright.acceleration.switches import fast_path
 
         return fast_path(self)
@@ -613,13 +614,13 @@ class Trainer(Generic[M]):
         return html_pairs({**settings_of(self), "device": self.device, "updates": self.progress.updates})
 
     def __dir__(self) -> list[str]:
-        """The names that there are, without those of other libraries that only raise."""
+        """Return the attributes, without names of other libraries that only raise a hint."""
         return [name for name in super().__dir__() if not points_elsewhere(self, name)]
 
     # For the package `fit`.
 
     def _bind_run(self, run: Run, boundary: Boundary) -> None:
-        """Refer to the run while it lasts; to `NOT_RUNNING` when it is over."""
+        """Set the current run and boundary; `NOT_RUNNING` after the run."""
         self._run, self._boundary = run, boundary
 
 

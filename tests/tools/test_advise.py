@@ -291,6 +291,16 @@ def test_every_technique_is_tried_or_listed_with_the_reason(ready_made):
     assert "seconds=" in effects(advice)["compile"].why_not
 
 
+@pytest.mark.parametrize(
+    ("device", "precision", "on"), [("cuda", "bf16", True), ("cuda", None, False), ("cpu", "bf16", False)]
+)
+def test_channels_last_is_not_tried_where_the_default_has_it_on(device, precision, on):
+    model = nn.Sequential(nn.Conv2d(3, 4, 3), nn.Conv2d(4, 2, 3), nn.Flatten(), nn.Linear(8, 2))
+    trainer = Trainer(model, torch.optim.SGD, nn.CrossEntropyLoss(), precision=precision, device="cpu", console=False)
+    trainer.device = torch.device(device)  # no kernel runs: the choice reads the device alone
+    assert offered._channels_last(trainer).why_not == ("it is on" if on else "")
+
+
 def test_settings_of_the_process_are_advice_in_words(ready_made):
     advice, _ = ready_made
     assert any(one.startswith("torch.set_num_interop_threads(1)") for one in advice.settings)

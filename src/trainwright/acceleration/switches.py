@@ -39,7 +39,7 @@ def speed_up(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *,
 def _speed_up_convolutions(trainer: TrainerLike, undo: ExitStack) -> list[str]:
     """Apply the channels-last layout and cuDNN benchmark mode if they are due; return their names."""
     switched = []
-    if _wants_channels_last(trainer):
+    if wants_channels_last(trainer):
         undo.enter_context(channels_last(trainer.model, trainer.optimizers.values()))
         switched.append("weights of convolutions channels-last")
     if trainer.fast.defaults and trainer.device.type == "cuda" and may_time(trainer.model):
@@ -89,7 +89,7 @@ def _gradients_averaged(trainer: TrainerLike) -> str:
     return f"; gradients of {size} processes are averaged during backward{beside if compresses else ''}"
 
 
-def _wants_channels_last(trainer: TrainerLike) -> bool:
+def wants_channels_last(trainer: TrainerLike) -> bool:
     """Return whether to use channels-last: on request, or by "auto" if tensor cores compute convolutions."""
     wanted = trainer.fast.channels_last
     if wanted != "auto":

@@ -1,7 +1,7 @@
-"""`advise`: tries techniques of efficient training on the user's own model and data, in turns, and judges each.
+"""`advise`: measures techniques of efficient training on the user's model and data, in alternating trials.
 
-The verdicts are in `Effect`, the printed report in `Advice`. Two files serve it: `techniques` (what is tried,
-and how a block of updates is measured) and `findings` (mistakes seen in a few updates).
+`Effect` holds the verdict on a technique, `Advice` the printed report. `techniques` defines the techniques and measures
+blocks of updates; `findings` finds mistakes in a few updates.
 """
 
 from __future__ import annotations
@@ -35,35 +35,34 @@ from trainwright.tools.trial import check_trainer, compact, data_state_restored,
 from trainwright.trainer import Trainer
 
 ROUNDS = 15
-"""The most pairs of blocks of one technique."""
+"""Maximum number of pairs of blocks per technique."""
 BLOCK = 0.15
-"""Seconds of one block of updates, or less for a small budget."""
+"""Seconds of one block of updates; less for a small budget."""
 WARM = 2
-"""Updates before the clock is started."""
+"""Warm-up updates before the clock starts."""
 WARM_COMPILED = 8
-"""The same for compiled models."""
+"""Warm-up updates of compiled models."""
 PLANNED = 0.9
-"""Share of the budget in which new blocks start; the last one may take longer."""
+"""Share of the budget in which new blocks may start. The last block may exceed it."""
 START_FACTOR = 3
-"""A technique with a slow start, such as compiling, is tried if the budget is this multiple of its start-up time."""
+"""Minimum ratio of budget to start-up time for techniques with a slow start, such as compilation."""
 READY = 24
-"""The most updates for which batches are held ready."""
+"""Maximum number of updates with ready batches in memory."""
 FEWEST = 3
-"""Pairs of blocks, of a technique and of the trainer against itself, below which there is no verdict."""
+"""Minimum number of pairs, of a technique and of A/A trials, for a verdict."""
 SEVERAL = 6
-"""With this many pairs `CLEAR` is enough: noise alone passes all three conditions (median, noise, lower quartile) in
-less than 1 of 100 trials, for ratios that are lognormal with a deviation of 0.3, one in six an outlier with a further
-1.0 (simulated)."""
+"""Minimum number of pairs for `CLEAR`. Noise alone passes all three conditions (median, noise, lower quartile) in less
+than 1 of 100 trials. Simulated: lognormal ratios with deviation 0.3, one in six an outlier with a further 1.0."""
 CLEAR = 1.03
-"""The least speed-up of a useful technique; the noise must also be smaller, and the lower quartile above 1."""
+"""Minimum speed-up of a useful technique. It must also exceed the noise, with a lower quartile above 1."""
 CLEAR_OF_FEW = 1.2
-"""The same for fewer pairs."""
+"""The same with fewer pairs."""
 DRIFT = 1e-2
-"""A technique that changes the mean loss by more than this share is reported to change it."""
+"""Minimum relative change of the mean loss that is reported."""
 WAITS = 0.2
-"""The least share of waiting for data that makes the loader a finding."""
+"""Minimum share of time spent waiting for data that is reported as a finding."""
 SAVES = 0.8
-"""A technique that needs at most this share of the memory is reported to save it."""
+"""Maximum relative memory of a technique that is reported to save memory."""
 
 _PHASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "data": ("waiting for data: workers, rows in memory, or less work for each row", ()),
@@ -71,31 +70,31 @@ _PHASES: dict[str, tuple[str, tuple[str, ...]]] = {
     "backward": ("in the loss, the backward pass and the loop", ("bf16", "compile", "channels-last", "batch size x2")),
     "optimizer": ("in the optimizer's step", ("fused optimizer", "batch size x2")),
 }
-"""The meaning of a phase, and the techniques that shorten it."""
+"""Phase -> (its meaning, the techniques that shorten it)."""
 
 
 @suggests
 def advise(
     trainer: Trainer[Any], train: Any, val: Any = None, *, seconds: float = 60, batch_size: int | None = None
 ) -> Advice:
-    """Try techniques of efficient training on this trainer and these data; return the effect of each, for printing.
+    """Measure techniques of efficient training on this trainer and data; return the effect of each as a report.
 
-    Runs short trials of real updates, in turns with the unchanged trainer, and restores trainer, data and process.
-    Measured are speed-up (median and quartiles of the ratios), memory, and the difference of the loss of equal updates.
-    In each turn the trainer is also timed against itself: a speed-up counts only beyond the ratios found there. Updates
-    on ready batches on a CPU are timed by the CPU time of the process, all others by the wall clock. Settings of the
-    process, such as threads and memory allocators, are listed in words.
+    Runs short trials of real updates, alternating with the unchanged trainer, and restores trainer, data and process.
+    Measures speed-up (median and quartiles of the ratios), memory, and the change of the loss of equal updates. A/A
+    trials time the trainer against itself: a speed-up counts only above this noise. On a CPU, updates on ready batches
+    are timed by CPU time of the process; all others by the wall clock. Settings of the process, such as threads and
+    memory allocators, are listed and not measured.
 
     Args:
         trainer: The trainer.
         train: Training data, as for `fit`.
         val: Validation data, as for `fit`.
-        seconds: The approximate budget. Techniques that do not start within it are listed as not tried.
+        seconds: Approximate budget. Techniques that do not start within it are listed as not tried.
         batch_size: As for `fit`.
 
     Raises:
-        SettingError: In a group of processes.
-        DataError: For a stream that cannot be read afresh: give a list of ready batches.
+        SettingError: With several ranks.
+        DataError: For a stream that cannot be read again: pass a list of ready batches.
     """
     check_trainer(trainer, "advise")
     check_number(seconds, f"advise(seconds={seconds!r})", above=0, what="seconds,", fix="seconds=60")
@@ -127,32 +126,32 @@ def advise(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Advice:
-    """The results of `advise`; printed, a table."""
+    """The result of `advise`. `print` shows a table."""
 
     tried: tuple[Effect, ...]
-    """Every technique: the fastest first, those that were not tried last."""
+    """All techniques, the fastest first, untried ones last."""
     noise: Mapping[str, Noise]
-    """The noise of trials on "ready" batches, and of those with the "loader"."""
+    """The noise of trials on "ready" batches and of trials with the "loader"."""
     phases: Phases
     findings: tuple[Finding, ...]
     settings: tuple[str, ...]
-    """Settings of the process that may pay, as lines of code; not measured."""
+    """Settings of the process that may help, as lines of code. Not measured."""
     rows_per_second: float
-    """Of the unchanged trainer, on the user's own data."""
+    """Rows per second of the unchanged trainer on the user's data."""
     memory: int
-    """Peak bytes of the tensors that an update adds to those before it; on CUDA the peak of the allocator."""
+    """Peak bytes of the tensors that an update adds; on CUDA measured by the allocator."""
     seconds: float
-    """Seconds of all trials."""
+    """Total seconds of the trials."""
     device: str
 
     @property
     def best(self) -> tuple[Effect, ...]:
-        """The techniques that are clearly faster, the fastest first."""
+        """Clearly faster techniques, the fastest first."""
         return tuple(one for one in self.tried if one.is_worth_it)
 
     @property
     def reading(self) -> str:
-        """The largest phase, and the measured effects of techniques that shorten it."""
+        """One line: the largest phase, and the measured effects of techniques that shorten it."""
         name, share = max(self.phases.shares.items(), key=lambda item: item[1])
         text, names = _PHASES[name]
         tried = [one for one in self.tried if one.speedup is not None]
@@ -160,7 +159,7 @@ class Advice:
         return f"{share:.0%} {text}" + (f"; measured: {_measured(cures)}" if cures else "")
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain data, as for JSON."""
+        """Return everything as plain data."""
         tried = [{**asdict(one), "verdict": one.verdict} for one in self.tried]
         return {**asdict(self), "tried": tried, "shares": self.phases.shares, "reading": self.reading}
 
@@ -176,7 +175,7 @@ class Advice:
         return html_pairs(facts) + findings + html_table(tried, head=head)
 
     def __str__(self) -> str:
-        """Return the report: time, findings, the table of techniques, noise, and what was not tried."""
+        """Return the report: time, findings, table of techniques, noise, untried techniques."""
         shares = "  ".join(f"{name} {share:.0%}" for name, share in self.phases.shares.items() if share >= 0.005)
         lines = [f" advice    {self.rows_per_second:,.0f} rows/s on {self.device}, in {self.seconds:.0f} s of trials"]
         lines += [f" time      {shares}", f"           {self.reading}"]
@@ -209,34 +208,34 @@ class Advice:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Effect:
-    """The effect of one technique, or the reason that it was not tried."""
+    """The effect of one technique, or the reason why it was not tried."""
 
     name: str
     how: str
-    """The line of code that switches it on."""
+    """The line of code that applies the technique."""
     speedup: float | None = None
-    """Median of the ratios of rows per second; None where it was not tried."""
+    """Median ratio of rows per second; None if not tried."""
     spread: tuple[float, float] | None = None
     """The quartiles of the ratios."""
     trials: int = 0
-    """Pairs of blocks."""
+    """Number of pairs of blocks."""
     floor: float | None = None
-    """The noise that the speed-up has to exceed; None without enough trials, and then nothing is clear."""
+    """The noise that a clear speed-up exceeds; None with too few trials: then no speed-up is clear."""
     wall: float | None = None
-    """The speed-up by the wall clock, where `speedup` is one in CPU time."""
+    """The speed-up by the wall clock, if `speedup` is in CPU time."""
     wall_floor: float | None = None
     memory: float | None = None
     """Peak memory, relative to the unchanged trainer."""
     drift: float | None = None
-    """Relative difference of the mean loss of equal updates from equal states; None where updates differ."""
+    """Relative change of the mean loss of equal updates; None if the updates differ."""
     why_not: str = ""
-    """The reason that it was not tried."""
+    """The reason why it was not tried; empty if it was."""
     reads: bool = False
-    """Whether it was timed on updates that read the data, or else on ready batches."""
+    """Whether it was timed on updates that read the data; else on ready batches."""
 
     @property
     def verdict(self) -> str:
-        """The verdict: "use it", "no clear difference", "slower", "saves memory", or why it was not tried."""
+        """The verdict: "use it", "no clear difference", "slower", "saves memory", or `why_not`."""
         if self.speedup is None:
             return f"not tried: {self.why_not}"
         saves = self.memory is not None and self.memory <= SAVES
@@ -253,29 +252,29 @@ class Effect:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it is faster beyond the noise, and not slower by the wall clock."""
+        """Whether it is faster than the noise explains, and not slower by the wall clock."""
         return self._direction > 0
 
     @property
     def is_slower(self) -> bool:
-        """Whether it is slower beyond the noise, or by the wall clock."""
+        """Whether it is slower than the noise explains, or slower by the wall clock."""
         return self._direction < 0
 
     @property
     def _direction(self) -> int:
-        """1 for faster, -1 for slower, 0 where noise explains the difference."""
+        """1 for faster, -1 for slower, 0 if noise explains the difference."""
         if self.speedup is None or self.spread is None or self.floor is None or self.trials < FEWEST:
             return 0
         least = CLEAR if self.trials >= SEVERAL else CLEAR_OF_FEW
         limit = max(least, self.floor)
         if self.wall is not None and self.wall_floor is not None and 1 / self.wall >= max(least, self.wall_floor):
-            return -1  # less CPU time but more wall time: work of several threads is done by one
+            return -1  # less CPU time but more wall time: one thread does the work of several
         if self.speedup <= 1 / limit and self.spread[1] < 1:
             return -1
         return int(self.speedup >= limit and self.spread[0] > 1)
 
     def cells(self) -> list[str]:
-        """Return the cells of its line in the printed table."""
+        """Return the cells of its row in the printed table."""
         quartiles = "" if self.spread is None else f"{self.spread[0]:.2f}-{self.spread[1]:.2f}"
         memory = "" if self.memory is None else f"x{self.memory:.2f}"
         drift = "" if self.drift is None else f"{self.drift:.0e}" if self.drift else "0"
@@ -284,19 +283,19 @@ class Effect:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Noise:
-    """The trainer against itself (A/A): the ratios where nothing differs."""
+    """The noise of A/A trials, in which the trainer is timed against itself."""
 
     trials: int
     clock: str
     """"CPU time" of the process, or "wall clock"."""
     floor: float | None
-    """Nine of ten ratios are between 1 / floor and floor; None for too few of them."""
+    """Nine of ten ratios are between 1 / floor and floor; None with too few ratios."""
     wall_floor: float | None
     """The same by the wall clock."""
 
 
 def noise_of(ratios: Sequence[float], *, wall: Sequence[float], clock: str) -> Noise:
-    """Return the noise of the trainer against itself, from the ratios by `clock` and by the wall clock."""
+    """Return the noise of A/A trials from their ratios by `clock` and by the wall clock."""
     return Noise(trials=len(ratios), clock=clock, floor=_floor(ratios), wall_floor=_floor(wall))
 
 
@@ -307,7 +306,7 @@ def _floor(ratios: Sequence[float]) -> float | None:
 
 
 def effect_of(effect: Effect, ratios: Sequence[float], *, wall: Sequence[float], noise: Noise) -> Effect:
-    """Return the effect with the ratios of its pairs: time without the technique over time with it."""
+    """Return the effect with the statistics of its ratios: time without the technique / time with it."""
     quartiles = statistics.quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else [ratios[0]] * 3
     return replace(
         effect,
@@ -321,7 +320,7 @@ def effect_of(effect: Effect, ratios: Sequence[float], *, wall: Sequence[float],
 
 
 def slow_loader(phases: Phases, tried: Sequence[Effect]) -> list[Finding]:
-    """Find a loader that training waits for; the fix is the best measured technique, if any helped."""
+    """Return a finding if training waits for the loader. The fix is the best measured technique, if one helped."""
     share = phases.shares["data"]
     if share < WAITS:
         return []
@@ -350,7 +349,7 @@ def _measured(effects: Sequence[Effect]) -> str:
 
 @dataclass(slots=True)
 class _Pairs:
-    """The pairs of blocks of one technique: without it and with it."""
+    """The pairs of blocks of one technique: without and with it."""
 
     technique: Technique
     base: Technique
@@ -361,7 +360,7 @@ class _Pairs:
     memory: float | None = None
     why_not: str = ""
     seconds: float = 0.0
-    """Seconds of the latest pair."""
+    """Seconds of the last pair."""
 
     def add(self, base: Block, block: Block) -> None:
         """Add the ratios of a pair."""
@@ -373,7 +372,7 @@ class _Pairs:
             self.drifts.append(abs(block.loss - base.loss) / max(abs(base.loss), 1e-12))
 
     def effect(self, noise: Noise) -> Effect:
-        """Return the effect, judged against the noise."""
+        """Return the effect, compared with the noise."""
         one = self.technique
         effect = Effect(name=one.name, how=one.how, reads=one.reads)
         if not self.ratios:
@@ -383,15 +382,15 @@ class _Pairs:
 
 
 class _TrialRunner:
-    """Runs blocks of updates of one trainer in turns, within a budget."""
+    """Runs alternating blocks of updates of one trainer within a budget."""
 
     def __init__(self, trainer: Trainer[Any], before: TrainerSnapshot, *, seconds: float) -> None:
         self._trainer, self._before, self._seconds = trainer, before, seconds
         self._begun = time.perf_counter()
         self.updates = 1
-        """Updates of one block."""
+        """Number of updates per block."""
         self.seconds_per_row = 0.0
-        """Of the unchanged trainer, on ready batches."""
+        """Seconds per row of the unchanged trainer on ready batches."""
 
     @property
     def spent(self) -> float:
@@ -400,11 +399,11 @@ class _TrialRunner:
 
     @property
     def left(self) -> float:
-        """Seconds left for trials; negative when the budget is spent."""
+        """Remaining seconds for trials; negative after the budget."""
         return PLANNED * self._seconds - self.spent
 
     def calibrate(self, source: Any) -> None:
-        """Set the number of updates of a block from the speed of the second of two blocks; the first one warms up."""
+        """Set the number of updates per block by the speed of a second block; a first one warms up."""
         unchanged = Technique(name="as it is", data=source)
         run_block(self._trainer, self._before, unchanged, updates=2, warm=1)
         block = run_block(self._trainer, self._before, unchanged, updates=2, warm=1)
@@ -413,7 +412,7 @@ class _TrialRunner:
         self.updates = max(1, min(READY - WARM, round(length * block.updates_per_second)))
 
     def run(self, wanted: Sequence[Technique], sources: dict[str, Any]) -> tuple[int, dict[str, Noise], list[Effect]]:
-        """Try all in turns until the budget is spent; return the memory of an update, the noise, and the effects."""
+        """Try all techniques in turns within the budget; return (memory of an update, noise, effects)."""
         bases = {name: Technique(name="as it is", data=data, reads=name == "loader") for name, data in sources.items()}
         found = [self._pairs(one, bases["loader" if one.reads else "ready"]) for one in wanted]
         kinds = ["ready", *(["loader"] if any(one.reads and not one.why_not for one in wanted) else [])]
@@ -427,13 +426,13 @@ class _TrialRunner:
         return memory, noise, [one.effect(noise[kinds[-1] if one.technique.reads else "ready"]) for one in found]
 
     def _pairs(self, technique: Technique, base: Technique) -> _Pairs:
-        """Return a technique with its base and its clock: waiting for data or an accelerator takes no CPU time."""
+        """Return the pairs of a technique, with its base and its clock. Waits take no CPU time."""
         by_cpu = self._trainer.device.type == "cpu" and not technique.reads
         clock = "CPU time" if by_cpu else "wall clock"
         return _Pairs(replace(technique, data=technique.data or base.data), base, clock, why_not=technique.why_not)
 
     def _take_turns(self, quick: Sequence[_Pairs]) -> None:
-        for turn in range(ROUNDS):  # pairs alternate their order: the second block finds warm caches
+        for turn in range(ROUNDS):  # pairs alternate their order, since the second block finds warm caches
             start = turn % len(quick)
             able = [one for one in [*quick[start:], *quick[:start]] if not one.why_not]
             for one in able:
@@ -443,7 +442,7 @@ class _TrialRunner:
                 break
 
     def _start_slowly(self, one: _Pairs) -> None:
-        """Time one block of several segments of a technique with a slow start, if the budget allows."""
+        """Time a technique with a slow start in one block of several segments, if the budget allows."""
         if self._seconds < START_FACTOR * one.technique.start:
             start = one.technique.start
             one.why_not = f"it may take {start:.0f} s to start; give seconds={START_FACTOR * start:.0f} or more"
@@ -451,7 +450,7 @@ class _TrialRunner:
             self._time_pair(one, warm=WARM_COMPILED, segments=5)
 
     def _time_pair(self, one: _Pairs, *, technique_first: bool = False, warm: int = WARM, segments: int = 1) -> None:
-        """Time a block without and one with the technique; an error is recorded as the reason that it is not tried."""
+        """Time a block without and one with the technique. An error becomes the reason for not trying it."""
         begun, blocks = time.perf_counter(), {}
         try:
             for with_technique in (technique_first, not technique_first):
@@ -466,7 +465,7 @@ class _TrialRunner:
         one.seconds = time.perf_counter() - begun
 
     def _measure_memory(self, found: Sequence[_Pairs], base: Technique) -> int:
-        """Return the memory of an update as it is, and set that of quick techniques relative to it."""
+        """Return the memory of an unchanged update, and set the relative memory of quick techniques."""
         memory = peak_memory(self._trainer, self._before, base)
         for one in found:
             if not (one.why_not or one.technique.reads or one.technique.start):

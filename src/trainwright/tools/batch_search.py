@@ -1,4 +1,4 @@
-"""The largest micro-batch that fits in memory, and learning rates for other batch sizes."""
+"""Finds the largest micro-batch that fits in memory; scales learning rates to other batch sizes."""
 
 from __future__ import annotations
 
@@ -26,26 +26,26 @@ from trainwright.update.trainer_like import networks_of
 
 MOST_TRIALS = 4
 MEMORY_FRACTION = 0.9
-"""The share of the available memory that the predicted size may take."""
+"""Maximum share of the available memory for the predicted size."""
 LEAP = 16
-"""The most by which the linear model extrapolates, as a multiple of the largest measured size."""
+"""Maximum extrapolation of the linear model, as a multiple of the largest measured size."""
 LOOKED_AT = 8
-"""The number of batches of the data from which the largest is measured."""
+"""Number of batches of the data, of which the largest is measured."""
 LINEAR = ("SGD", "Lars", "LARS")
-"""Optimizers whose rate is proportional to the batch size."""
+"""Optimizers whose learning rate scales linearly with the batch size."""
 ROUND = 32
-"""From this number of rows on, sizes are multiples of 8, for tensor cores."""
+"""From this number of rows, sizes are multiples of 8, for tensor cores."""
 ROOT = ("Adam", "AdamW", "NAdam", "RAdam", "Adamax", "RMSprop", "Lamb", "LAMB")
-"""Optimizers whose rate is proportional to the square root of the batch size."""
+"""Optimizers whose learning rate scales with the square root of the batch size."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fitting:
-    """One trial: a few updates of micro-batches of so many rows."""
+    """One trial: a few updates with micro-batches of `rows` rows."""
 
     rows: int
     bytes: int | None
-    """Peak memory; None where it ran out."""
+    """Peak memory in bytes; None if memory ran out."""
     fits: bool
 
 
@@ -54,26 +54,26 @@ class LargestBatch:
     """The result of `find_batch_size`."""
 
     rows: int
-    """Rows of the largest micro-batch that was tried and fits."""
+    """Rows of the largest micro-batch that was tried and fits in memory."""
     fixed: int | None
-    """Bytes that do not depend on the rows: weights, gradients, optimizer; None where only one size was measured."""
+    """Bytes independent of the rows: weights, gradients, optimizer. None if only one size was measured."""
     per_row: float | None
-    """Bytes of each additional row."""
+    """Bytes per additional row; None if only one size was measured."""
     budget: int
-    """Bytes that may be used in all."""
+    """Bytes available in total."""
     how: str
-    """The quantity that was measured."""
+    """The measured quantity."""
     trials: tuple[Fitting, ...]
     why: str
-    """The reason that it is not larger."""
+    """The reason why it is not larger."""
     effective: int
-    """Rows of an update as suggested: `micro_batch` times `accumulate`."""
+    """Suggested rows per update: `micro_batch` times `accumulate`."""
     micro_batch: int
     accumulate: int
     lr_factor: float | None
-    """The factor of the learning rate for such updates; None where no rule is known."""
+    """The factor of the learning rate for these updates; None if no rule is known."""
     rule: str
-    """The rule of that factor, and a line that computes the rate."""
+    """The rule of that factor, and a line of code for the rate."""
 
     def to_dict(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -106,23 +106,23 @@ def find_batch_size(
     batch_size: int | None = None,
     most: int | None = None,
 ) -> LargestBatch:
-    """Find the largest micro-batch that a trainer has memory for, in at most four trials; leaves no trace.
+    """Find the largest micro-batch that fits in memory, in at most four trials, without side effects.
 
-    Two sizes are measured, the rows of a batch of `train` and twice as many; memory = fixed + per_row * rows predicts
-    the largest that fits in 0.9 of the memory, which is then tried. A trial is two updates with the trainer's
-    precision, clip and optimizer. Larger batches repeat the rows of a ready one. The learning rate is scaled from the
-    present rows of an update: linearly for SGD, by the square root for Adam.
+    Measures two sizes: the rows of a batch of `train`, and twice as many. The model memory = fixed + per_row * rows
+    predicts the largest size for 0.9 of the memory, which is then tried. A trial is two updates with the precision,
+    clip and optimizer of the trainer. Larger batches repeat the rows of a batch. The learning rate is scaled from the
+    current rows per update: linearly for SGD, by the square root for Adam.
 
     Args:
         trainer: The trainer.
         train: Training data, as for `fit`.
-        effective: The wanted rows of an update, of equal micro-batches.
-        budget: Bytes in all. None: the free memory of a CUDA device, half of it on a CPU.
+        effective: The wanted rows per update, in equal micro-batches.
+        budget: Total bytes. None: the free memory of a CUDA device, half of it on a CPU.
         batch_size: As for `fit`.
-        most: The most rows. None: those of the data.
+        most: Maximum number of rows. None: the rows of the data.
 
     Raises:
-        SettingError: Where one row does not fit, or the available memory is unknown.
+        SettingError: If one row does not fit in memory, or if the available memory is unknown.
         DataError: For data that cannot be read again.
     """
     check_trainer(trainer, "find_batch_size")
@@ -130,7 +130,7 @@ def find_batch_size(
         if value is not None:
             check_whole(value, f"find_batch_size({name}={value!r})", fix=f"{name}=1024")
     batch, rows = _largest_of(ready(trainer, train, updates=LOOKED_AT, batch_size=batch_size))
-    with rng_preserved():  # data may be a function that draws
+    with rng_preserved():  # data may be a function that draws random numbers
         of_data = open_afresh(train, batch_size=batch_size).rows
     limits = {"`most` rows": most, "the rows of an update": effective}
     limits |= {"all rows of the data": of_data if most is None else None}
@@ -152,7 +152,7 @@ def find_batch_size(
 
 
 class _Trials:
-    """Runs a few updates of so many rows, and restores everything."""
+    """Runs a few updates with a given number of rows, and restores everything."""
 
     def __init__(
         self,
@@ -169,7 +169,7 @@ class _Trials:
         self.made: list[Fitting] = []
 
     def fits(self, rows: int) -> bool:
-        """Return whether updates of micro-batches of so many rows fit."""
+        """Return whether updates with micro-batches of `rows` rows fit in memory."""
         found: int | None = None
         try:
             with self.peaks.watching():
@@ -178,7 +178,7 @@ class _Trials:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            traceback.clear_frames(error.__traceback__)  # its frames hold the computed tensors
+            traceback.clear_frames(error.__traceback__)  # the frames hold the computed tensors
         self._before.restore()
         release_memory(self.trainer.device)
         fits = found is not None and (self._limit is None or found <= self._limit)
@@ -187,12 +187,12 @@ class _Trials:
 
     @property
     def left(self) -> int:
-        """The number of trials that remain."""
+        """The number of remaining trials."""
         return MOST_TRIALS - len(self.made)
 
     @property
     def measured(self) -> list[tuple[int, int]]:
-        """Rows and bytes of the trials that did not run out of memory, by rows."""
+        """(rows, bytes) of the successful trials, sorted by rows."""
         return sorted((one.rows, one.bytes) for one in self.made if one.bytes is not None)
 
     def _run(self, rows: int) -> None:
@@ -200,14 +200,14 @@ class _Trials:
         grown = joined([batch] * (rows // of) + ([slice_rows(batch, range(rows % of), of=of)] if rows % of else []))
         trainer = self.trainer
         kept: dict[str, Any] = {"average": trainer.average, "metrics": trainer.metrics or None}
-        if not self.peaks.refuses:  # tensors are counted in eager mode
+        if not self.peaks.refuses:  # counting tensors needs eager mode
             kept["fast"] = replace(trainer.fast, compile=None)
         twin = variant(trainer, accumulate=self._k, on_oom=None, on_nonfinite="ignore", **kept)
         twin.fit([grown] * (2 * self._k), max_updates=2)
 
 
 class _SizeSearch:
-    """At most four trials, each chosen by the results of those before."""
+    """At most four trials, each chosen by the earlier results."""
 
     def __init__(self, trials: _Trials, *, allowed: float, limits: Mapping[str, int | None]) -> None:
         self.trials, self._allowed = trials, allowed
@@ -215,12 +215,12 @@ class _SizeSearch:
         self._named = min(known, key=lambda name: known[name], default="")
         self._most: float = known.get(self._named, math.inf)
         self.rows, self._too_many = 0, math.inf
-        """The largest size that was tried and fits, and the smallest that does not."""
+        """The largest tried size that fits, and the smallest that does not."""
         self.fixed: float | None = None
         self.per_row: float | None = None
 
     def run(self, rows: int, *, room: str) -> None:
-        """Measure two sizes from `rows` on, and try the predicted one; `room`: the memory, for messages."""
+        """Measure two sizes, `rows` and twice that, and try the predicted one. `room`: the memory, for messages."""
         first = int(min(rows, self._most))
         while not self._try(first):
             if first == 1 or not self.trials.left:
@@ -241,7 +241,7 @@ class _SizeSearch:
 
     @property
     def why(self) -> str:
-        """The reason that it is not larger."""
+        """The reason why the size is not larger."""
         if self.rows >= self._most:
             return f"{self._named}: {self.rows:,}"
         if self._too_many < math.inf:
@@ -260,23 +260,23 @@ class _SizeSearch:
         return fits
 
     def _predicted(self) -> int:
-        """Return the rows to try next: predicted by the two largest measured sizes, below those that do not fit."""
+        """Return the rows of the next trial: predicted by the two largest sizes, below those that do not fit."""
         reach = min(self._reach(), LEAP * self.rows)
-        if reach >= self._too_many:  # sizes that ran out of memory are not in the linear model
+        if reach >= self._too_many:  # the linear model does not include sizes that ran out of memory
             few, many = self.rows, int(self._too_many)
             reach = math.isqrt(few * many) if many > 4 * few else few + (many - few) * 3 // 4
         reach = int(min(reach, self._most))
         return reach if reach < ROUND or reach == self._most else reach - reach % 8
 
     def _reach(self) -> int:
-        """Return the rows that fill the allowed memory."""
+        """Return the rows that fill the allowed memory by the linear model."""
         points = self.trials.measured[-2:]
         if len(points) < 2:
             return 2 * self.rows
         (n, low), (m, high) = points
         self.per_row = (high - low) / (m - n)
         self.fixed = max(0.0, low - self.per_row * n)
-        if self.per_row <= 0:  # the memory of rows is below the noise of the rest
+        if self.per_row <= 0:  # the memory per row is below the noise
             return LEAP * self.rows
         return int((self._allowed - self.fixed) / self.per_row)
 
@@ -284,7 +284,7 @@ class _SizeSearch:
 def _result(
     trainer: Trainer[Any], search: _SizeSearch, *, before: int, effective: int | None, budget: int
 ) -> LargestBatch:
-    """Return the result, with the settings for updates of `effective` rows instead of `before`."""
+    """Return the result, with the settings for `effective` rows per update instead of `before`."""
     wanted = search.rows if effective is None else effective
     least = math.ceil(wanted / search.rows)
     accumulate = next((k for k in range(least, 2 * least + 1) if wanted % k == 0), least)
@@ -307,7 +307,7 @@ def _result(
 
 
 def _scaled(trainer: Trainer[Any], *, before: int, to: int) -> tuple[float | None, str]:
-    """Return the factor of the rates, and a line of code with the rule."""
+    """Return the factor of the learning rates, and a line of code with the rule."""
     kinds = {name: {one.__name__ for one in type(optimizer).__mro__} for name, optimizer in trainer.optimizers.items()}
     rules = {_rule(known) for known in kinds.values()}
     first = next(iter(trainer.optimizers.values()))
@@ -323,14 +323,14 @@ def _scaled(trainer: Trainer[Any], *, before: int, to: int) -> tuple[float | Non
 
 
 def _rule(names: Set[str]) -> str | None:
-    """Return the rule for an optimizer whose classes have these names."""
+    """Return the rule for an optimizer, by the names of its classes."""
     if not names.isdisjoint(ROOT):
         return "root"
     return None if names.isdisjoint(LINEAR) else "linear"
 
 
 def _largest_of(batches: Sequence[Any]) -> tuple[Any, int]:
-    """Return the batch with most elements per row, and its rows."""
+    """Return the batch with the most elements per row, and its number of rows."""
     rows = [sliceable_rows(batch, "train") for batch in batches]
     sizes = [sum(one.numel() for one in tensors_in(batch)) / n for batch, n in zip(batches, rows, strict=True)]
     full = max(rows)
@@ -352,39 +352,39 @@ def _known(trainer: Trainer[Any]) -> list[Tensor]:
 
 @suggests
 def linear_scaled(lr: float, *, batch: int, to: int) -> float:
-    """Return the rate for batches of `to` rows from the rate `lr` for `batch` rows: lr * to / batch.
+    """Return the learning rate for batches of `to` rows, scaled linearly from `lr` for `batch` rows: lr * to / batch.
 
-    For SGD (Goyal et al. 2017, arXiv 1706.02677), with a warm-up where batches get much larger, and up to some size
-    only. Rows are those of an update: accumulation and all ranks included.
+    For SGD (Goyal et al. 2017, arXiv 1706.02677). Much larger batches need a warm-up, and the rule holds up to some
+    batch size only. Rows are those of an update, over accumulation and all ranks.
 
     >>> from trainwright.tools import linear_scaled
     >>> linear_scaled(0.1, batch=32, to=128)
     0.4
 
     Args:
-        lr: The rate.
-        batch: The rows of an update that it was found for.
-        to: The rows of an update that it is wanted for.
+        lr: The learning rate for `batch` rows.
+        batch: Rows per update for which `lr` was found.
+        to: Rows per update of the new rate.
     """
     return _checked_rate("linear_scaled", lr, batch=batch, to=to) * to / batch
 
 
 @suggests
 def sqrt_scaled(lr: float, *, batch: int, to: int) -> float:
-    """Return the rate for batches of `to` rows from the rate `lr` for `batch` rows: lr * sqrt(to / batch).
+    """Return the learning rate for batches of `to` rows, scaled by the square root: lr * sqrt(to / batch).
 
-    It keeps the variance of an update (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741). For
-    Adam and RMSprop it is the rule of Malladi et al. 2022 (arXiv 2205.10287), which with k = to / batch also has 1 -
-    beta times k for both betas, and eps over sqrt(k).
+    Preserves the variance of an update (Krizhevsky 2014, arXiv 1404.5997; Hoffer et al. 2017, arXiv 1705.08741). For
+    Adam and RMSprop this is the rule of Malladi et al. 2022 (arXiv 2205.10287). With k = to / batch, that rule also
+    multiplies 1 - beta by k for both betas, and divides eps by sqrt(k).
 
     >>> from trainwright.tools import sqrt_scaled
     >>> sqrt_scaled(0.001, batch=32, to=128)
     0.002
 
     Args:
-        lr: The rate.
-        batch: The rows of an update that it was found for.
-        to: The rows of an update that it is wanted for.
+        lr: The learning rate for `batch` rows.
+        batch: Rows per update for which `lr` was found.
+        to: Rows per update of the new rate.
     """
     return _checked_rate("sqrt_scaled", lr, batch=batch, to=to) * math.sqrt(to / batch)
 

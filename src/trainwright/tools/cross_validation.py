@@ -1,4 +1,4 @@
-"""Cross-validation: a fresh trainer for each fold, reproducible folds, and an error where a fold would leak."""
+"""Cross-validation: a fresh trainer per fold, reproducible folds, and an error if a fold would leak."""
 
 from __future__ import annotations
 
@@ -55,31 +55,31 @@ def cross_validate(
     seed: int = 0,
     resume: str | None = None,
 ) -> CrossValidation:
-    """Train on all rows but a fold's and measure on those, for each fold; return numbers and out-of-fold predictions.
+    """Train on all rows except a fold's and evaluate on the fold, for each fold.
 
-    `fit` never sees the rows held out: early stopping, and all else that watches `val_...`, uses `validation`. Every
-    fold starts from a random state of its own, by `seed` and the rows it holds out, so that the order of the folds does
-    not matter; the state of the process is restored.
+    Returns the numbers and the out-of-fold predictions. `fit` never sees the held-out rows: early stopping, and all
+    that monitors `val_...`, uses `validation`. Each fold starts from a random state by `seed` and its held-out rows, so
+    that the order of the folds does not matter. The random state of the process is restored.
 
     Args:
         make_trainer: A function `make_trainer()`, or `make_trainer(fold)`, that builds a fresh trainer with a fresh
             model.
         data: A tuple or dict of arrays or tensors, or a map-style data set.
-        folds: A splitter of scikit-learn, pairs (rows to train on, rows held out), or a number: then `GroupKFold` where
-            `groups` are given, `StratifiedKFold` where the target holds classes with enough rows each, else `KFold`;
-            shuffled.
+        folds: A splitter of scikit-learn, pairs (training rows, held-out rows), or a number of shuffled folds: by
+            `GroupKFold` with `groups`, by `StratifiedKFold` if the target holds classes with enough rows each, else by
+            `KFold`.
         batch_size: Rows per batch.
-        epochs: Epochs of each fold.
-        groups: The group of each row: rows of a group are in one fold.
+        epochs: Epochs per fold.
+        groups: The group of each row. All rows of a group are in one fold.
         target: The class of each row. None: the last column of a tuple.
-        prepare: A function `prepare(train, *others)` that returns all of them, scaled by statistics of `train`, or as
-            `batches(...)`.
-        validation: The share of the training rows to validate on, such as 0.1.
-        seed: The seed of the folds, and of the random state with which each fold starts.
+        prepare: A function `prepare(train, *others)` that returns all of them, such as scaled by statistics of `train`,
+            or as `batches(...)`.
+        validation: Share of the training rows for validation, such as 0.1.
+        seed: Seed of the folds, and of the initial random state of each fold.
         resume: "auto" resumes folds from their checkpoints.
 
     Raises:
-        SettingError: For a trainer or weights that are used twice, and for other leaks.
+        SettingError: For a trainer or weights used in two folds, and for other leaks.
     """
     _check_settings(validation, seed=seed, resume=resume)
     rows = len(open_rows(data, None))  # DataError for data without numbered rows
@@ -109,65 +109,65 @@ def cross_validate(
 
 
 def _fold_seed(seed: int, held_out: Rows) -> int:
-    """Return the seed of a fold, by the rows held out: it does not depend on the position among the folds."""
+    """Return the seed of a fold, by its held-out rows: it does not depend on the order of the folds."""
     return mixed_seed(seed, zlib.crc32(np.sort(held_out).tobytes()))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Fold:
-    """One fold: a model trained on some rows, and its numbers on the rows that were held out."""
+    """One fold: the numbers and predictions of its model on the held-out rows."""
 
     rows: Rows = field(repr=False)
-    """The rows that were held out, by their positions in the data."""
+    """Positions of the held-out rows in the data."""
     trained: int
-    """The number of rows in training."""
+    """Number of training rows."""
     seed: int
-    """The seed of every random state: a function of the seed of the cross-validation and of the rows held out."""
+    """Seed of all random states: a function of the seed of the cross-validation and the held-out rows."""
     numbers: dict[str, float]
-    """Exact means over the rows held out: `loss`, and each metric."""
+    """Exact means over the held-out rows: `loss`, and each metric."""
     result: Result = field(repr=False)
     """The result of `fit`."""
     predictions: Any = field(repr=False)
-    """The result of `predict` for the rows held out, in the order of `rows`."""
+    """The outputs of `predict` for the held-out rows, in the order of `rows`."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but predictions and the result, as plain data."""
+        """Return everything except predictions and result as plain data."""
         return {"rows": self.rows.tolist(), "trained": self.trained, "seed": self.seed, "numbers": dict(self.numbers)}
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CrossValidation:
-    """The folds of a cross-validation; printed, it is a table of their numbers with mean and standard deviation."""
+    """The folds of a cross-validation. `print` shows a table of their numbers, with mean and standard deviation."""
 
     folds: tuple[Fold, ...]
     rows: int
-    """Rows of the data."""
+    """Number of rows of the data."""
     seed: int
-    """The seed of shuffled folds, and of the seeds of all folds."""
+    """Seed of shuffled folds, and of the seeds of all folds."""
 
     @property
     def mean(self) -> dict[str, float]:
-        """The plain mean over the folds of each number: the estimate for a model trained on so many rows."""
+        """The unweighted mean of each number over the folds."""
         return {name: statistics.fmean(values) for name, values in self._values().items()}
 
     @property
     def std(self) -> dict[str, float]:
-        """The standard deviation between the folds, by n - 1; NaN for one fold, or where a value is not finite."""
+        """The standard deviation of each number over the folds, by n - 1. NaN for one fold or a non-finite value."""
         known = {name: len(one) > 1 and all(map(math.isfinite, one)) for name, one in self._values().items()}
         return {name: statistics.stdev(one) if known[name] else math.nan for name, one in self._values().items()}
 
     @property
     def held_out(self) -> Tensor:
-        """The number of folds that hold each row out. Shape (rows,), int64."""
+        """Number of folds that hold out each row. Shape (rows,), int64."""
         return torch.from_numpy(np.bincount(np.concatenate([fold.rows for fold in self.folds]), minlength=self.rows))
 
     @property
     def predictions(self) -> Any:
-        """The outputs for every row by the model that has not seen it, in the order of the data.
+        """The out-of-fold outputs: for each row, by the model that was not trained on it, in data order.
 
-        Rows that no fold holds out (a time series' first ones) are NaN; `held_out` is 0 there. Raises DataError for
-        rows held out more than once, outputs of several shapes, and integers with rows missing.
-        `folds[i].predictions` holds those of each fold in any case.
+        Rows that no fold holds out, such as the first ones of a time series, are NaN; `held_out` is 0 there. DataError
+        for rows held out more than once, for outputs of several shapes, and for integer outputs with missing rows:
+        `folds[i].predictions` then holds the outputs of each fold.
         """
         rows = torch.from_numpy(np.concatenate([fold.rows for fold in self.folds]))
         missing, most = int((self.held_out == 0).sum()), int(self.held_out.max())
@@ -194,7 +194,7 @@ class CrossValidation:
         return change(outputs, torch.device("cpu"), in_order)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return everything but predictions and histories, as plain data."""
+        """Return everything except predictions and histories as plain data."""
         folds = [fold.to_dict() for fold in self.folds]
         return {"rows": self.rows, "seed": self.seed, "mean": self.mean, "std": self.std, "folds": folds}
 
@@ -211,14 +211,14 @@ class CrossValidation:
         return "\n".join(aligned(lines))
 
     def _values(self) -> dict[str, list[float]]:
-        """Return each number of all folds, in their order."""
+        """Return name -> values of all folds, in order."""
         return {name: [fold.numbers[name] for fold in self.folds] for name in self.folds[0].numbers}
 
 
 def _split(
     folds: Any, data: Any, rows: int, *, target: Any, groups: Any, validation: float | None, seed: int
 ) -> Sequence[tuple[Rows, ...]]:
-    """Return for each fold the rows to train on, those to validate on where there are any, and those held out."""
+    """Return for each fold its training rows, its validation rows if there are any, and its held-out rows."""
     columns = data.tensors if type(data) is TensorDataset else data
     if target is None and isinstance(columns, tuple | dict) and columns:
         target = split(columns)[1]
@@ -227,7 +227,7 @@ def _split(
         splitter = _splitter(folds, classes, groups=groups, seed=seed)
         kind = type(splitter)
         classes = classes if "Stratified" in kind.__name__ else None
-        # Splitters of scikit-learn that do not read groups warn of them.
+        # Splitters of scikit-learn that ignore groups warn if they get some.
         reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")
         with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
             start_random_state(mixed_seed(seed, 0))
@@ -242,7 +242,7 @@ def _split(
     pairs = [_checked(pair, index, rows=rows, groups=groups) for index, pair in enumerate(given)]
     if validation is None:
         return pairs
-    if all(train.max() < held_out.min() for train, held_out in pairs):  # a time series: trained on what comes before
+    if all(train.max() < held_out.min() for train, held_out in pairs):  # a time series: trained on earlier rows
         cuts = [len(train) - max(1, round(validation * len(train))) for train, _ in pairs]
         return [(train[:cut], train[cut:], held_out) for cut, (train, held_out) in zip(cuts, pairs, strict=True)]
     drawn = partial(_drawn, validation, classes=classes, groups=groups)
@@ -250,7 +250,7 @@ def _split(
 
 
 def _splitter(folds: Any, classes: NDArray[Any] | None, *, groups: Any, seed: int) -> Any:
-    """Return a splitter of scikit-learn; for a number of folds by group, or shuffled, by class where that works."""
+    """Return a splitter of scikit-learn; for a number of folds by group, by class if possible, else shuffled."""
     from sklearn.model_selection import GroupKFold, KFold, StratifiedKFold, check_cv
 
     if folds is not None and not isinstance(folds, Integral):  # check_cv takes None too, as five folds
@@ -265,7 +265,7 @@ def _splitter(folds: Any, classes: NDArray[Any] | None, *, groups: Any, seed: in
 
 
 def _drawn(share: float, train: Rows, *, classes: Any, groups: Any, seed: int) -> tuple[Rows, Rows]:
-    """Draw a share of the training rows to validate on: complete groups where there are any, else by class."""
+    """Draw (training rows, validation rows) from the training rows: complete groups if given, else by class."""
     from sklearn.model_selection import GroupShuffleSplit, ShuffleSplit, StratifiedShuffleSplit
 
     kind = ShuffleSplit if classes is None else StratifiedShuffleSplit
@@ -276,7 +276,7 @@ def _drawn(share: float, train: Rows, *, classes: Any, groups: Any, seed: int) -
 
 
 def _checked(pair: tuple[Any, Any], index: int, *, rows: int, groups: NDArray[Any] | None) -> tuple[Rows, Rows]:
-    """Return the rows of a fold as int64; refuse values that are no row numbers, and a row or a group on both sides."""
+    """Return the rows of a fold as int64. Refuses invalid row numbers, and a row or group on both sides."""
     for part in pair:
         listed = part.ndim == 1 and part.size and part.dtype.kind in "iu"
         if not listed or part.min() < 0 or part.max() >= rows or len(np.unique(part)) < len(part):
@@ -297,7 +297,7 @@ def _checked(pair: tuple[Any, Any], index: int, *, rows: int, groups: NDArray[An
 
 
 def _take(data: Any, rows: Rows) -> Any:
-    """Return those rows of the data, in the same kind of container."""
+    """Return the given rows of the data, in the same kind of container."""
     if isinstance(data, Tensor | np.ndarray):
         return data[rows]
     if isinstance(data, dict):
@@ -321,15 +321,15 @@ def _array(values: Any) -> NDArray[Any]:
 
 
 class _EarlierFolds:
-    """The weights and directories of earlier folds; weights are held weakly, since released ones cannot leak."""
+    """The weights and directories of earlier folds. Weights are referenced weakly: released ones cannot leak."""
 
     def __init__(self) -> None:
         self._tensors: list[tuple[weakref.ref[Tensor], str]] = []
         self._directories: dict[Path, int] = {}
 
     def refuse_shared(self, trainer: Trainer[Any], fold: int) -> None:
-        """Refuse a trainer that has trained, or that shares weights, statistics or its directory with another fold."""
-        # By memory, since a Parameter may be made of the tensor of another.
+        """Refuse a trainer that has trained, or shares weights, statistics or directory with another fold."""
+        # By memory: two Parameters may share one tensor.
         known = {one.data_ptr(): name for ref, name in self._tensors if (one := ref()) is not None}
         tensors = list(_trained_tensors(trainer))
         again = [known[tensor.data_ptr()] for _, tensor in tensors if tensor.data_ptr() in known]
@@ -352,18 +352,18 @@ class _EarlierFolds:
 
 
 def _trained_tensors(trainer: Trainer[Any]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the trained weights, and the running statistics that training changes, with a name for messages."""
+    """Yield (name, tensor) of trained weights, and of running statistics that training changes."""
     for root in trained_modules(trainer):
         found = [(f"weight {name!r}", one) for name, one in root.named_parameters() if one.requires_grad]
-        is_switched = not any(module.training for module in root.modules())  # `fit` switches such a model to train mode
+        is_switched = not any(module.training for module in root.modules())  # `fit` switches it to train mode
         for path, module in root.named_modules():
             if has_running_statistics(module) and not held(module) and (module.training or is_switched):
                 found += [(f"statistics {name!r}", one) for name, one in module.named_buffers(path, recurse=False)]
-        yield from (one for one in found if one[1].data_ptr())  # 0: a tensor that is empty or on the meta device
+        yield from (one for one in found if one[1].data_ptr())  # 0: an empty tensor, or one on the meta device
 
 
 def _make(make_trainer: Callable[..., Any], fold: int) -> Trainer[Any]:
-    """Return a trainer for a fold; its number is given to a function with one argument that has no default."""
+    """Return the trainer of a fold. A function with an argument without a default gets the number of the fold."""
     if not callable(make_trainer):
         want = "a function that builds a fresh trainer for each fold"
         fix = "def make_trainer(): return Trainer(...)"

@@ -1,4 +1,4 @@
-"""Debugging: anomaly mode, deterministic kernels, a few updates of everything, training on the same few batches."""
+"""Debugging tools: anomaly mode, deterministic kernels, a smoke run, and overfitting on a few batches."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ from trainwright.trainer import Trainer
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _FIXED = (":4096:8", ":16:8")
-"""The workspaces with which cuBLAS is deterministic."""
+"""Workspace settings for which cuBLAS is deterministic."""
 
 
 @contextmanager
 @suggests
 def anomaly(*, check_nan: bool = True) -> Iterator[None]:
-    """Have torch name the line of the forward where a backward raises or computes a NaN.
+    """Enable torch's anomaly mode: an error or NaN in backward names the line of its forward.
 
-    `with anomaly(): trainer.fit(...)`. This is torch's anomaly mode, restored at the end. It stores a traceback of
-    every operation. A NaN raises at once, also where `on_nonfinite="skip"` or an fp16 loss scale would have skipped the
-    update. In compiled code it names only the call: `Fast(compile=None)` shows the line.
+    `with anomaly(): trainer.fit(...)`. The mode stores a traceback of every operation, and is restored at the end. A
+    NaN raises at once, also if `on_nonfinite="skip"` or an fp16 loss scale would skip the update. In compiled code only
+    the call is named: `Fast(compile=None)` shows the line.
 
     Args:
-        check_nan: Whether each gradient is read: on CUDA a synchronization for each.
+        check_nan: Read each gradient. On CUDA this synchronizes for each one.
     """
     with torch.autograd.set_detect_anomaly(True, check_nan):
         yield
@@ -52,18 +52,18 @@ def anomaly(*, check_nan: bool = True) -> Iterator[None]:
 @contextmanager
 @suggests
 def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[None]:
-    """Use deterministic kernels: the same bits at each run on the same machine and with the same versions.
+    """Use deterministic kernels: each run on the same machine with the same versions gives the same bits.
 
-    `with deterministic(): trainer.fit(...)`. It sets, and restores at the end, the deterministic algorithms of torch
-    and of cuDNN, `cudnn.benchmark=False`, and `CUBLAS_WORKSPACE_CONFIG`, which is read once, at the first matrix
-    product on CUDA. Seeds are yours to set.
+    `with deterministic(): trainer.fit(...)`. Sets, and restores at the end: deterministic algorithms of torch and
+    cuDNN, `cudnn.benchmark=False`, and `CUBLAS_WORKSPACE_CONFIG`, which torch reads once, at the first matrix product
+    on CUDA. It sets no seeds.
 
     Args:
-        warn_only: Operations without a deterministic kernel warn. False: they raise.
-        fill: New memory is filled with NaN, which reveals reads of uninitialized memory.
+        warn_only: Warn of operations without a deterministic kernel. False: they raise.
+        fill: Fill new memory with NaN, which reveals reads of uninitialized memory.
 
     Raises:
-        SettingError: Where CUDA has multiplied matrices already with a workspace that is not fixed.
+        SettingError: If a matrix product on CUDA has already used another workspace.
     """
     with ExitStack() as undo:
         undo.enter_context(_workspace())
@@ -75,7 +75,7 @@ def deterministic(*, warn_only: bool = False, fill: bool = True) -> Iterator[Non
 
 @contextmanager
 def _workspace() -> Iterator[None]:
-    """Set a fixed workspace for cuBLAS where the environment has none: it is read at the first product."""
+    """Set a fixed workspace for cuBLAS, unless the environment has one. It is read at the first product."""
     before = os.environ.get(WORKSPACE)
     if before not in _FIXED:
         os.environ[WORKSPACE] = _FIXED[0]
@@ -90,7 +90,7 @@ def _workspace() -> Iterator[None]:
 
 @contextmanager
 def _repeating(*, warn_only: bool, fill: bool) -> Iterator[None]:
-    """Set the deterministic algorithms of torch and of cuDNN."""
+    """Enable the deterministic algorithms of torch and cuDNN."""
     cudnn: Any = torch.backends.cudnn
     memory: Any = torch.utils.deterministic
     exact, warns = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
@@ -105,7 +105,7 @@ def _repeating(*, warn_only: bool, fill: bool) -> Iterator[None]:
 
 
 def _check_products() -> None:
-    """Refuse where cuBLAS runs already with another workspace: torch has read the environment, and raises."""
+    """Raise SettingError if cuBLAS uses another workspace already: torch has read the environment."""
     one = torch.ones(1, 1, device="cuda")
     try:
         torch.mm(one, one)
@@ -120,23 +120,23 @@ def _check_products() -> None:
 # Sanity checks before a long run.
 
 _BY_LENGTH = ("schedule", "average")
-"""Slots that may need a longer run than a trial."""
+"""Slots that may refuse a run as short as a trial."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SmokeRun:
-    """The record of a smoke run; `print` shows it."""
+    """The result of `smoke_run`. `print` shows it."""
 
     updates: int
-    """Updates that were applied."""
+    """Number of applied updates."""
     skipped: int
-    """Updates that were skipped."""
+    """Number of skipped updates."""
     losses: tuple[float, ...]
     """The loss of each update."""
     numbers: Mapping[str, float]
-    """The last row: means over training, and over the validation batches."""
+    """The last row: means over the updates and over the validation batches."""
     ran: tuple[str, ...]
-    """The parts that ran, a line each."""
+    """The parts that ran, one line each."""
     left_out: tuple[str, ...]
     """The parts that did not run, with the reason."""
     seconds: float
@@ -156,10 +156,10 @@ class SmokeRun:
 def smoke_run(
     trainer: Trainer[Any], train: Any, val: Any = None, *, updates: int = 3, batch_size: int | None = None
 ) -> SmokeRun:
-    """Run `updates` updates, two batches of each validation set, all hooks between, and the checkpoint up to its file.
+    """Run `updates` updates, all hooks, two batches of each validation set, and a checkpoint; restore everything.
 
-    Errors are those of `fit`. Afterwards everything is restored: weights, optimizers, counters, random states, but not
-    files that your hooks write. Observers are not called.
+    Raises the errors of `fit`. Restores weights, optimizers, counters and random states afterwards; files written by
+    your hooks remain. Observers are not called.
 
     Args:
         trainer: The trainer.
@@ -169,7 +169,7 @@ def smoke_run(
         batch_size: As for `fit`.
 
     Raises:
-        SettingError: In a group of several processes.
+        SettingError: With several ranks.
         DataError: For a stream that cannot be read again.
     """
     check_trainer(trainer, "smoke_run")
@@ -268,24 +268,24 @@ _DROPOUT = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropou
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Overfit:
-    """The losses on the same few batches; `print` shows them."""
+    """The result of `overfit_batches`: the losses on the same few batches. `print` shows them."""
 
     batches: int
     updates: int
     losses: tuple[float, ...]
     """The mean loss of each pass over the batches."""
     share: float
-    """The largest last loss for `fell`, as a share of the first."""
+    """The share of the first loss that the last loss must not exceed for `fell`."""
     untrained: tuple[str, ...]
-    """Parameters that require a gradient and had none, or only zeros, at each check."""
+    """Parameters that require a gradient, and had none or only zeros at each check."""
     rates: tuple[float, ...]
     """The learning rate of each parameter group."""
     error: str = ""
-    """The error of a loss or gradient that was not finite, which ended the run."""
+    """The error of a non-finite loss or gradient that ended the run; empty if none did."""
 
     @property
     def fell(self) -> bool:
-        """Whether the loss fell to at most `share` of its first value. A loss whose minimum is not 0 may never."""
+        """Whether the loss fell to at most `share` of its first value. A loss with a minimum above 0 may never."""
         return not self.error and len(self.losses) > 1 and self.losses[-1] <= self.share * self.losses[0]
 
     @property
@@ -324,22 +324,21 @@ def overfit_batches(
     share: float = 0.05,
     batch_size: int | None = None,
 ) -> Overfit:
-    """Train on the same few batches; return whether the loss fell to zero.
+    """Train on the same few batches, and return whether the loss fell to about zero; restore everything.
 
-    It ends early where the loss is at most `share` of the first, twice in a row. Dropout modules are off and each batch
-    is one update; rates are those of the optimizer, without a schedule. Afterwards everything is restored, as after
-    `smoke_run`.
+    Ends early when the loss is at most `share` of the first, twice in a row. Dropout is off, each batch is one update,
+    and the learning rates are those of the optimizer, without a schedule. Restores the same state as `smoke_run`.
 
     Args:
         trainer: The trainer.
         train: Training data, as for `fit`.
-        batches: How many batches: the first ones of `train`.
-        updates: The most updates.
-        share: The part of the first loss that counts as zero.
+        batches: Number of batches, from the start of `train`.
+        updates: Maximum number of updates.
+        share: The share of the first loss that counts as zero.
         batch_size: As for `fit`.
 
     Raises:
-        SettingError: In a group of several processes.
+        SettingError: With several ranks.
         DataError: For a stream.
     """
     check_trainer(trainer, "overfit_batches")
@@ -370,14 +369,14 @@ def overfit_batches(
 
 
 class _LossRecorder(Observer):
-    """Records the mean loss of each pass, and stops the run near zero."""
+    """Records the mean loss of each pass; stops the run near zero."""
 
     def __init__(self, batches: int, share: float) -> None:
         self.passes: list[float] = []
         self._batches, self._share = batches, share
         self._running: list[float] = []
         self.untrained: list[str] | None = None
-        """Parameters without a gradient at all checks so far; None before the first check."""
+        """Parameters without a gradient at every check so far; None before the first check."""
 
     def on_update(self, update: Update) -> None:
         self._running.append(update.loss)
@@ -386,7 +385,7 @@ class _LossRecorder(Observer):
             self._running = []
 
     def look(self, trainer: Trainer[Any]) -> None:
-        """Record parameters without gradients; stop where the last two passes were near zero."""
+        """Record parameters without gradients; stop if the last two passes were near zero."""
         if self.untrained != []:
             names = _untrained(trainer)
             self.untrained = [name for name in names if self.untrained is None or name in self.untrained]

@@ -1,4 +1,4 @@
-"""Finds mistakes in a model, its loss and its inputs by watching a few updates and one evaluation."""
+"""Finds mistakes in a model, its loss and its inputs, by observing a few updates and one evaluation."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from trainwright.tools.trial import is_several, ready, variant
 from trainwright.trainer import Trainer
 
 UPDATES = 3
-"""The most updates that are watched."""
+"""Maximum number of observed updates."""
 LARGE, LARGE_FEATURE, TINY = 3.0, 10.0, 0.01
-"""Inputs are out of scale if the root mean square of all, or of one feature, is above, or all are below these."""
+"""Inputs are out of scale if the root mean square of all inputs exceeds `LARGE`, that of one feature exceeds
+`LARGE_FEATURE`, or all inputs are below `TINY`."""
 ROUNDING = 0.02
-"""The largest gradient of a bias, relative to that of its layer's weight, that is rounding; bfloat16 reaches 0.01."""
+"""Maximum gradient of a bias, relative to that of its weight, that counts as rounding. bfloat16 reaches 0.01."""
 
 _CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 _INPUT_LAYERS = (nn.Linear, nn.RNNBase, *_CONVOLUTIONS)
@@ -39,17 +40,17 @@ class Finding:
     """One mistake: its name, the evidence, its cost, and a line to write instead."""
 
     name: str
-    """In two or three words: "bias before BatchNorm"."""
+    """A name of two or three words, such as "bias before BatchNorm"."""
     what: str
-    """One sentence that names the layers or lines."""
+    """One sentence with the layers or lines."""
     why: str
-    """What it costs or harms."""
+    """The cost or harm."""
     fix: str
-    """A line to paste."""
+    """A line of code to paste."""
     where: tuple[str, ...] = ()
     """Layers, parameters, or lines as `file:line`."""
     level: Literal["problem", "note"] = "problem"
-    """A note is often intended."""
+    """A "note" is often intended."""
 
     def __str__(self) -> str:
         """Return name, evidence, reason and fix on three lines."""
@@ -59,17 +60,17 @@ class Finding:
 def findings(
     trainer: Trainer[Any], batches: Sequence[Any], *, val: Any = None, batch_size: int | None = None
 ) -> list[Finding]:
-    """Return the mistakes seen in up to three updates on ready host batches, and in the evaluation of one batch.
+    """Return the mistakes observed in up to three updates on host batches, and in the evaluation of one batch.
 
-    Call it inside `traceless(trainer)`: it trains. An error of the step is raised as in `fit`, except for a loss that
-    depends on no trained parameter, which is a finding.
+    It trains: call it inside `traceless(trainer)`. Errors of the step are raised as in `fit`. A loss that depends on no
+    trained parameter is a finding.
     """
     watch = _Watch(trainer)
     per_update = trainer.accumulate[0][1]
     updates = max(1, min(UPDATES, len(batches) // per_update))
     used = [
         batches[index % len(batches)] for index in range((updates + 1) * per_update)
-    ]  # one window more, so that the epoch does not end
+    ]  # one extra window, so that the epoch does not end
     first = FirstBatch(checks=True)
     with _uncompiled(), watch.hooks(), watch, cast(Any, first):  # torch's mode has no types
         try:
@@ -84,12 +85,12 @@ def findings(
 
 
 def _silent(trainer: Trainer[Any]) -> Trainer[Any]:
-    """Return a trainer for a trial that compiles nothing and continues after a non-finite loss."""
+    """Return a trial trainer that does not compile, and continues after a non-finite loss."""
     return variant(trainer, fast=replace(trainer.fast, compile=None), on_nonfinite="ignore")
 
 
 def _uncompiled() -> AbstractContextManager[Any]:
-    """Run compiled models eagerly: hooks see nothing inside a graph, and must not be compiled into one."""
+    """Context in which compiled models run eagerly: hooks are not called inside a graph."""
     if "torch._dynamo" not in sys.modules:
         return nullcontext()
     stance: AbstractContextManager[Any] = torch.compiler.set_stance("force_eager")
@@ -97,7 +98,7 @@ def _uncompiled() -> AbstractContextManager[Any]:
 
 
 def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_size: int | None) -> _Watch | None:
-    """Watch the evaluation of one batch: of `val`, or of training where the trainer has no step of its own."""
+    """Observe the evaluation of one batch: of `val`, or, with default steps, of the training data."""
     hooks = trainer._hooks
     own = hooks.overrides_training_step or hooks.overrides_validation_step or hooks.overrides_evaluate
     if val is None and (own or hooks.has_custom_update):
@@ -113,28 +114,28 @@ def _evaluate(trainer: Trainer[Any], batches: Sequence[Any], val: Any, *, batch_
 
 
 class _Watch(TorchFunctionMode):
-    """Records modes, inputs and neighbors of layers by module hooks, dropout by the functions called."""
+    """Records modes, inputs and neighbors of layers by module hooks, and dropout by function calls."""
 
     def __init__(self, trainer: Trainer[Any]) -> None:
         super().__init__()
         self.trainer = trainer
         self.names = {module: name or "model" for name, module in trainer.model.named_modules()}
         self.modes: defaultdict[nn.Module, set[bool]] = defaultdict(set)
-        """Values of `training` of BatchNorm and dropout layers."""
+        """BatchNorm or dropout layer -> its observed values of `training`."""
         self.norm_of: dict[nn.Module, nn.Module] = {}
-        """Layers with a bias, and the BatchNorm in train mode that received their output."""
+        """Layer with a bias -> the BatchNorm in train mode that receives its output."""
         self.active_dropouts: list[str] = []
-        """Layers or user lines where dropout was on."""
+        """Layers or lines of user code with active dropout."""
         self.inputs: defaultdict[nn.Module, list[Tensor]] = defaultdict(list)
-        """Data that entered a layer, as (rows, features); the channels of images are features."""
+        """Layer -> its input data as (rows, features). The channels of images are features."""
         self.largest_gradients: dict[int, float] = {}
-        """By parameter identity; a parameter without a gradient is missing."""
+        """Id of a parameter -> its largest gradient. Parameters without a gradient are missing."""
         self._running: list[nn.Module] = []
         self._reads_data = True
         self._outputs: list[tuple[nn.Module, Tensor]] = []
 
     def hooks(self) -> ExitStack:
-        """Register the hooks; the returned context removes them."""
+        """Register the hooks; return a context that removes them."""
         stack = ExitStack()
         for module in self.names:
             stack.callback(module.register_forward_pre_hook(self._enter).remove)
@@ -192,7 +193,7 @@ class _Watch(TorchFunctionMode):
             self.active_dropouts.append(self.names[layer] if own else user_line() or "the step")
 
     def is_trained(self, module: nn.Module) -> bool:
-        """Return whether a layer, or for a layer without parameters its nearest parent with some, is trained."""
+        """Return whether a layer is trained; for a layer without parameters, its nearest parent with some."""
         name, model = self.names[module], self.trainer.model
         while name and name != "model":
             parameters = list(model.get_submodule(name).parameters())
@@ -203,7 +204,7 @@ class _Watch(TorchFunctionMode):
 
 
 def parameters_of(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Parameter]]:
-    """Yield root, name and parameter: of the model, of a loss module, and what only an optimizer holds."""
+    """Yield (root, name, parameter) of the model, a loss module, and of parameters in optimizers alone."""
     known: set[int] = set()
     for root, module in (("model", trainer.model), ("loss", trainer.loss)):
         for name, parameter in module.named_parameters() if isinstance(module, nn.Module) else ():
@@ -216,7 +217,7 @@ def parameters_of(trainer: Trainer[Any]) -> Iterator[tuple[str, str, nn.Paramete
 
 
 def _biases(watch: _Watch) -> Iterator[Finding]:
-    """Find biases that a BatchNorm subtracts: it receives the layer's output, and their gradient is rounding."""
+    """Find biases that the following BatchNorm removes: their gradient is rounding."""
     largest, layers = watch.largest_gradients, []
     for layer in watch.norm_of:
         bias, weight = (largest.get(id(getattr(layer, name)), 0.0) for name in ("bias", "weight"))
@@ -235,13 +236,13 @@ def _biases(watch: _Watch) -> Iterator[Finding]:
 
 
 def _of_loss(mistake: LossMistake) -> Finding:
-    """Return the finding for probabilities where a loss takes logits or log-probabilities."""
+    """Return the finding for a loss of logits or log-probabilities that gets probabilities."""
     why = f"this is another loss, which cannot come near 0: it got {mistake.have}, and takes {mistake.want}"
     return Finding("input of the loss", mistake.what, why, mistake.fix)
 
 
 def _eval_modes(watch: _Watch) -> Iterator[Finding]:
-    """Find BatchNorm and dropout layers of trained parts that were in eval mode in every update."""
+    """Find BatchNorm and dropout layers of trained parts in eval mode in every update."""
     quiet = [module for module, modes in watch.modes.items() if modes == {False} and watch.is_trained(module)]
     if quiet:
         names = [watch.names[module] for module in quiet]
@@ -255,7 +256,7 @@ def _eval_modes(watch: _Watch) -> Iterator[Finding]:
 
 
 def _train_modes(watch: _Watch | None) -> Iterator[Finding]:
-    """Find dropout that is on in an evaluation, and BatchNorm that normalizes by the batch there."""
+    """Find active dropout, and BatchNorm with batch statistics, in an evaluation."""
     if watch is None:
         return
     moved = [module for module, modes in watch.modes.items() if True in modes and isinstance(module, BatchNorm)]
@@ -324,8 +325,8 @@ def _resting(trainer: Trainer[Any], reached: dict[int, float]) -> set[int]:
 def _inputs(watch: _Watch, batches: Sequence[Any]) -> Iterator[Finding]:
     """Find inputs out of scale in the first layer with parameters.
 
-    The rule: the root mean square of all inputs is above 3, or that of one feature (channel, for images) above
-    10, or no input is as large as 0.01. An embedding or a normalization in that place ends the search.
+    The rule: the root mean square of all inputs exceeds 3, or that of one feature (for images: channel) exceeds 10, or
+    no input reaches 0.01. No finding if that layer is an embedding or a normalization.
     """
     for module, recorded in watch.inputs.items():
         layer, rows = watch.names[module], torch.cat(recorded)
@@ -341,7 +342,7 @@ def _inputs(watch: _Watch, batches: Sequence[Any]) -> Iterator[Finding]:
 
 
 def _normalizing(rows: Tensor, batches: Sequence[Any], *, images: bool) -> str:
-    """Return the line that normalizes; `Normalize` scales bytes to 0 to 1 first."""
+    """Return a line of code that normalizes the inputs. `Normalize` first scales bytes to 0 to 1."""
     if not images or rows.shape[1] > 4 or not bool((rows.std(0) > 0).all()):
         return "x = (x - x.mean(0)) / x.std(0).clamp_min(1e-6)  # of the training rows"
     unit = 255 if any(one.dtype is torch.uint8 for one in tensors_in(batches[0])) else 1

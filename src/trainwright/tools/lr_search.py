@@ -1,4 +1,4 @@
-"""Learning-rate range test: the losses of a short run with a rising rate, and the rate that they suggest."""
+"""Learning-rate range test: trains with a rising rate, and suggests a rate by the losses."""
 
 from __future__ import annotations
 
@@ -24,38 +24,38 @@ from trainwright.tools.trial import check_trainer, data_state_restored, open_afr
 from trainwright.trainer import Trainer
 
 FEWEST = 16
-"""The fewest updates of a curve."""
+"""Minimum number of updates of a curve."""
 CLEAR = 3.0
-"""The least fall of the loss, as a multiple of its noise; it must also be 1 % of the loss."""
+"""Minimum fall of the loss, as a multiple of its noise. It must also be 1 % of the loss."""
 DIVERGES = 4.0
-"""A sweep ends where the running mean of the loss is more than so many times its best, and above its first."""
+"""The sweep ends if the running mean of the loss exceeds this multiple of its best, and its first value."""
 SLACK = 3.0
-"""The least ratio of the rate of the lowest loss to the suggestion."""
+"""Minimum ratio of the rate with the lowest loss to the suggestion."""
 _RULE = "where the smoothed loss falls fastest, but at most a third of the rate where it is lowest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LRRange:
-    """The curve of a range test, and the rate that it suggests."""
+    """The result of `find_lr`: the curve of the range test, and the suggested rate."""
 
     rates: tuple[float, ...]
-    """The rate of the first group at each update; those of other groups are in proportion to it."""
+    """The rate of the first parameter group at each update. Other groups are in proportion to it."""
     losses: tuple[float, ...]
     """The loss of each update's window, before its step."""
     smoothed: tuple[float, ...]
-    """At each rate, the straight line that fits best to the losses around it."""
+    """The smoothed loss at each rate: the least-squares line through the losses around it."""
     suggestion: float | None
-    """A rate to train with: a constant one, or the highest of a schedule. None where the curve suggests none."""
+    """The suggested rate, constant or the maximum of a schedule. None if the curve suggests none."""
     rule: str
-    """The rule of the suggestion, or the reason that there is none."""
+    """The rule of the suggestion, or the reason if there is none."""
     steepest: float | None
-    """The rate where the smoothed loss falls fastest, before it is lowest."""
+    """The rate with the steepest fall of the smoothed loss, before its minimum."""
     tenth: float | None
-    """A tenth of the rate where the smoothed loss is lowest: another common rule, more careful."""
+    """A tenth of the rate with the lowest smoothed loss: another common rule, more conservative."""
     stopped: str
-    """The reason that the sweep ended."""
+    """The reason for the end of the sweep."""
     notes: tuple[str, ...] = ()
-    """Further remarks on the curve, a line each."""
+    """Further remarks on the curve, one line each."""
 
     def __str__(self) -> str:
         found = "no suggestion" if self.suggestion is None else f"suggested rate {self.suggestion:.3g}"
@@ -67,7 +67,7 @@ class LRRange:
         return asdict(self)
 
     def plot(self, path: str | Path | None = None) -> Any:
-        """Draw losses over rates with the suggestion marked; a matplotlib Figure, saved under `path` where given."""
+        """Plot losses over rates with the suggestion; return a matplotlib Figure, saved if `path` is given."""
         from trainwright.core.figures import lr_range_figure
 
         marks = {"suggestion": self.suggestion, "steepest": self.steepest, "a tenth of the lowest": self.tenth}
@@ -85,13 +85,13 @@ def find_lr(
     updates: int = 100,
     batch_size: int | None = None,
 ) -> LRRange:
-    """Train at a rising rate until the loss diverges, restore everything, and suggest a rate (Smith 2015).
+    """Train with a rising learning rate until the loss diverges, restore everything, and suggest a rate (Smith 2015).
 
-    The updates are those of `trainer.fit(train, batch_size=batch_size)` with the trainer's precision, clipping and
-    accumulation. The rate of the first parameter group rises from `lowest` to `highest` by equal factors, which shows
-    all magnitudes, those of others in proportion. The sweep ends early where the loss is not finite, or its running
-    mean is more than 4 times its best and above its first. Model, optimizer, random states, data order, modes and
-    counters are as before, also after an error. A UserWarning where the curve gives no suggestion.
+    The updates are those of `trainer.fit(train, batch_size=batch_size)`, with the precision, clipping and accumulation
+    of the trainer. The rate of the first parameter group rises from `lowest` to `highest` by equal factors; other
+    groups rise in proportion. The sweep ends early if the loss is not finite, or if its running mean exceeds 4 times
+    its best and its first value. Model, optimizer, random states, data order, modes and counters are restored, also
+    after an error. Warns with a UserWarning if the curve gives no suggestion.
 
     Args:
         trainer: The trainer.
@@ -102,7 +102,7 @@ def find_lr(
         batch_size: As for `fit`.
 
     Raises:
-        SettingError: For settings that make no sweep, and in a group of processes.
+        SettingError: For settings that do not form a sweep, and with several ranks.
         DataError: For data that can be read only once.
     """
     check_trainer(trainer, "find_lr")
@@ -121,8 +121,8 @@ def find_lr(
             trainer,
             schedule=_for_all(trainer, raised),
             observers=[sweep],
-            on_nonfinite="ignore",  # a loss that is not finite ends the sweep
-            fast=replace(trainer.fast, compile=None),  # the sweep is too short to pay for compiling
+            on_nonfinite="ignore",  # a non-finite loss ends the sweep
+            fast=replace(trainer.fast, compile=None),  # compilation does not pay in a short sweep
         )
         sweep.stop = twin.stop
         result = twin.fit(source.independent_copy(), max_updates=updates)
@@ -134,20 +134,20 @@ def find_lr(
 
 
 class Sweep(Observer):
-    """Records the loss at each rate, and stops the run where it diverges."""
+    """Records the loss at each rate; stops the run when it diverges."""
 
     def __init__(self) -> None:
         self.rates: list[float] = []
         self.losses: list[float] = []
         self.diverged = ""
-        """The divergence in words; empty where there is none."""
+        """Text on the divergence; empty if there is none."""
         self.stop: Callable[[str], None] = lambda _: None
         self._best = math.inf
         self._mean = 0.0
 
     def on_update(self, update: Update) -> None:
-        """Record the loss, and stop where it diverges."""
-        if update.skipped:  # by the loss scale of fp16: the next update has the same rate
+        """Record the loss; stop if it diverges."""
+        if update.skipped:  # by the fp16 loss scale: the next update has the same rate
             return
         if not math.isfinite(update.loss):
             self._end(f"the loss is {update.loss} at a rate of {update.lr:.3g}")
@@ -158,7 +158,7 @@ class Sweep(Observer):
 
     def _judge(self, update: Update) -> None:
         done = len(self.losses)
-        kept = min(0.9, 1 - 1 / done)  # the plain mean of the first ten
+        kept = min(0.9, 1 - 1 / done)  # the plain mean for the first ten updates
         self._mean = kept * self._mean + (1 - kept) * update.loss
         self._best = min(self._best, self._mean)
         too_high = self._best + (DIVERGES - 1) * abs(self._best)
@@ -172,7 +172,7 @@ class Sweep(Observer):
 
 
 def read(rates: Sequence[float], losses: Sequence[float], *, stopped: str) -> LRRange:
-    """Return the suggestion of the losses at rising rates."""
+    """Return the result for losses at rising rates."""
     rates, losses = tuple(rates), tuple(losses)
     places = [math.log10(rate) for rate in rates]
     lines = _lines(places, losses, half=max(2, len(rates) // 16))
@@ -212,9 +212,9 @@ def _notes(rates: Sequence[float], *, low: int, steep: int) -> tuple[str, ...]:
 
 
 def _lines(places: Sequence[float], values: Sequence[float], *, half: int) -> list[tuple[float, float]]:
-    """Return height and slope, at each place, of the least-squares line through `half` neighbors on either side.
+    """Return (height, slope) at each place of the least-squares line through `half` neighbors on either side.
 
-    Savitzky and Golay 1964, of order 1: unlike a running mean it does not lag behind.
+    Savitzky and Golay 1964, order 1. Unlike a running mean, it does not lag.
     """
     found = []
     for index, place in enumerate(places):
@@ -228,7 +228,7 @@ def _lines(places: Sequence[float], values: Sequence[float], *, half: int) -> li
 
 
 def _noise(losses: Sequence[float]) -> float:
-    """Return the standard deviation of losses around their trend, by the median step from one to the next."""
+    """Return the standard deviation of losses around their trend, estimated by the median difference of neighbors."""
     steps = [after - before for before, after in pairwise(losses)]
     middle = median(steps)
     return 1.4826 * median(abs(step - middle) for step in steps) / math.sqrt(2)
@@ -254,7 +254,7 @@ def _own_rate(trainer: Trainer[Any]) -> float:
 
 
 def _for_all(trainer: Trainer[Any], schedule: Callable[[int, int], float]) -> Any:
-    """Return the schedule, or a dict with it for each of several optimizers."""
+    """Return the schedule; for several optimizers a dict with it for each."""
     names = list(trainer.optimizers)
     return schedule if names == [ONLY] else dict.fromkeys(names, schedule)
 

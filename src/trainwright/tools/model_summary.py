@@ -1,4 +1,4 @@
-"""`summary(model, batch)`: parameters, operations and memory of each module of a model, measured on a copy of it."""
+"""`summary(model, batch)`: parameters, FLOPs and memory of each module, measured on a copy of the model."""
 
 from __future__ import annotations
 
@@ -26,35 +26,35 @@ from trainwright.observers.table import aligned, amount, byte_size
 from trainwright.update.batches import split
 
 Call = Callable[[nn.Module, Any], Any]
-"""A function that calls a model with a batch."""
+"""A function `call(model, batch)`."""
 _META = torch.device("meta")
 
 _LOOKED_UP = (nn.Embedding, nn.EmbeddingBag)
-"""Modules whose weights are not multiplied."""
+"""Modules that look up weights and do not multiply them."""
 
 
 @suggests
 def summary(
     model: nn.Module, batch: Any, *, call: Call | None = None, on: Literal["meta", "device"] = "meta"
 ) -> Summary:
-    """Return parameters, operations and memory of each module of a model for this batch, forward and backward.
+    """Return parameters, FLOPs and memory of each module of a model for one batch, forward and backward.
 
-    The model is called as the default steps of a trainer call it: with all of a tuple but the target at its end, with a
-    mapping's items but its target; where its `forward` does not accept that, with the complete batch. Model, modes,
-    random state and batch do not change. Hooks do not run. Bytes kept are those of the kernels of that device: fused
-    kernels of a GPU may keep less. A model that does not run on the meta device (`.item()`, a device in its code), or
-    is measured under autocast, runs on its own device, and `note` gives the reason.
+    The model is called like in the default steps of a trainer: with a tuple or mapping without its target. If `forward`
+    does not accept that, it gets the complete batch. Model, modes, random state and batch do not change. Hooks do not
+    run. Saved bytes are those of the kernels of the measured device; fused kernels of a GPU may save less. A model that
+    does not run on the meta device (`.item()`, a device in its code), or is measured under autocast, runs on its own
+    device, and `note` gives the reason.
 
     Args:
         model: The model.
         batch: One batch.
-        call: A function `call(model, batch)` that calls it otherwise.
+        call: A function `call(model, batch)` that replaces this call.
         on: "meta" runs a copy on torch's meta device, which has shapes and no values. "device" runs a copy on the
             model's device, under autocast too.
 
     Raises:
-        TypeError: Where `model` is not a module, or `batch` holds no tensor.
-        SettingError: Where a parameter has no shape yet, and where the model cannot be called with the batch.
+        TypeError: If `model` is not a module, or if `batch` holds no tensor.
+        SettingError: If a parameter has no shape yet, or if the model cannot be called with the batch.
     """
     check_choice(on, "summary", "on", choices=("meta", "device"))
     if not isinstance(model, nn.Module):
@@ -87,52 +87,52 @@ def summary(
 
 @dataclass(frozen=True)
 class PassMemory:
-    """Memory and operations of one forward and its backward."""
+    """Memory and FLOPs of one forward and its backward."""
 
     kept: int
-    """Bytes that the forward leaves for the backward, beside weights, buffers and inputs; an output counts where the
+    """Bytes that the forward saves for the backward, without weights, buffers and inputs. An output counts if the
     backward reads it."""
     peak: int
-    """The most bytes alive at once, gradients of weights among them."""
+    """Peak bytes, with the gradients of weights."""
     flops: int
-    """Floating-point operations of both, a multiplication with its addition being two."""
+    """FLOPs of forward and backward. A multiply-add counts as two."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A module, with the modules inside it."""
+    """The record of a module, with the modules inside it."""
 
     name: str
-    """Its first name; "" is the model."""
+    """Its first name; "" for the model."""
     kind: str
     """Its class."""
     depth: int
     calls: int = 0
-    """Calls of its forward; 0 where only others use its weights, or none."""
+    """Number of calls of its forward; 0 if it was not called."""
     outputs: tuple[tuple[int, ...], ...] = ()
-    """The shapes of the tensors that its first call returned."""
+    """Shapes of the tensors returned by its first call."""
     parameters: int = 0
-    """Elements, shared ones once."""
+    """Number of parameter elements; shared ones count once."""
     trained: int = 0
-    """Those of them that are not frozen."""
+    """Number of parameter elements that are not frozen."""
     buffers: int = 0
-    """Elements of its buffers."""
+    """Number of buffer elements."""
     flops: int = 0
-    """Floating-point operations of its forward: matrix products, convolutions, attention."""
+    """FLOPs of its forward: matrix products, convolutions, attention."""
     kept: int = 0
-    """Bytes made in its forward that are kept for the backward."""
+    """Bytes from its forward that are saved for the backward."""
     uncounted: bool = False
-    """Whether it has matrices and no known operations: torch has no formula for its kernel."""
+    """Whether it has matrices and unknown FLOPs: torch has no formula for its kernel."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """Parameters, operations and memory of a model; `print` shows a table."""
+    """The result of `summary`: parameters, FLOPs and memory of a model. `print` shows a table."""
 
     layers: tuple[Layer, ...]
-    """The model first, then the modules inside it, each once."""
+    """The model, then the modules inside it, each once."""
     total: PassMemory
-    """Memory and operations of forward and backward together."""
+    """Memory and FLOPs of forward and backward together."""
     weights: int
     """Bytes of parameters."""
     buffers: int
@@ -148,11 +148,11 @@ class Summary:
         raise KeyError(name)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all of it as plain data."""
+        """Return everything as plain data."""
         return asdict(self)
 
     def table(self, depth: int | None = None) -> str:
-        """Return the table as text, with modules down to `depth` (the model is at 0)."""
+        """Return the table as text, with modules down to `depth`. The model has depth 0."""
         layers = [layer for layer in self.layers if depth is None or layer.depth <= depth]
         lines = aligned([_HEAD, *map(_row, layers)], left=2)
         return "\n".join([lines[0], "-" * max(map(len, lines)), *lines[1:], *self._totals()])
@@ -195,7 +195,7 @@ def _why_not_meta(model: nn.Module) -> str:
 
 
 def _watched(model: nn.Module, call: _ModelCall, on: torch.device | None) -> _LayerRecorder:
-    """Count bytes, forward and backward."""
+    """Run forward and backward, and record bytes by layer."""
     watch = _LayerRecorder(list(model.modules()))
     with _dry_run(model, call, on, prepare=watch.memory) as run:
         watch.kept, watch.peak = _kept_and_peak(run, watch.note)
@@ -203,7 +203,7 @@ def _watched(model: nn.Module, call: _ModelCall, on: torch.device | None) -> _La
 
 
 def _counted(model: nn.Module, call: _ModelCall, on: torch.device | None, *, watch: _LayerRecorder) -> int:
-    """Count operations of each module's forward; return those of forward and backward together."""
+    """Count the FLOPs of each module's forward; return those of forward and backward together."""
     watch.flops.clear()
     with _dry_run(model, call, on, counts=True, prepare=watch.operations) as run:
         backward = run.release_output()
@@ -214,7 +214,7 @@ def _counted(model: nn.Module, call: _ModelCall, on: torch.device | None, *, wat
 
 @dataclass
 class _LayerRecorder:
-    """Records which modules of a copy are running, by their position among all modules."""
+    """Records the running modules of a copy, by their position among all modules."""
 
     modules: list[nn.Module]
     running: list[int] = field(default_factory=list)
@@ -222,24 +222,24 @@ class _LayerRecorder:
     shapes: dict[int, tuple[tuple[int, ...], ...]] = field(default_factory=dict)
     flops: dict[int, int] = field(default_factory=dict)
     made: dict[tuple[int, ...], int] = field(default_factory=dict)
-    """Bytes kept, by the modules that were running when they were made."""
+    """Running modules -> saved bytes allocated by them."""
     kept: int = 0
     peak: int = 0
     over: bool = False
     """Whether the forward has ended."""
 
     def memory(self, run: _DryRun) -> None:
-        """Record calls and shapes, and the owners of memory."""
+        """Register hooks that record calls, shapes and owners of memory."""
         self._follow(run, self._returned)
         assert run.living is not None
         run.living.maker = lambda: tuple(self.running)
 
     def note(self, living: LiveTensors) -> None:
-        """Record the bytes kept at the end of the forward."""
+        """Record the saved bytes at the end of the forward."""
         self.made, self.over = dict(living.by), True
 
     def operations(self, run: _DryRun) -> None:
-        """Record operations of modules; a call inside another of the same module counts in that one."""
+        """Register hooks that record FLOPs. A call inside another call of the same module counts in the outer one."""
         began: list[int] = []
 
         def end(index: int, _: Any) -> None:
@@ -250,7 +250,7 @@ class _LayerRecorder:
         self._follow(run, end, lambda: began.append(run.flops))
 
     def layer(self, index: int, name: str, module: nn.Module) -> Layer:
-        """Return the record of a module; one without a forward has the sums of the modules inside it."""
+        """Return the record of a module. A module without a call has the sums of the modules inside it."""
         parameters, calls = parameters_of(module), self.calls.get(index, 0)
         tops = {self.modules.index(one) for one in self._called(module)}
         flops = sum(self.flops.get(one, 0) for one in tops)
@@ -270,7 +270,7 @@ class _LayerRecorder:
         )
 
     def _called(self, module: nn.Module) -> list[nn.Module]:
-        """Return the module, or if it was not called the outermost ones in it that were."""
+        """Return the module if it was called, else the outermost called modules inside it."""
         if self.calls.get(self.modules.index(module)):
             return [module]
         return [inner for child in module.children() for inner in self._called(child)]
@@ -300,22 +300,22 @@ class _LayerRecorder:
 
 @dataclass
 class _DryRun:
-    """A forward of a copy of the model, while it is measured."""
+    """A measured forward of a copy of the model."""
 
     twin: nn.Module
     living: LiveTensors | None
-    """Counts bytes; None where operations are counted."""
+    """Counts bytes; None if FLOPs are counted."""
     counter: Any = None
-    """Torch's `FlopCounterMode`; None where bytes are counted."""
+    """torch's `FlopCounterMode`; None if bytes are counted."""
     output: Any = None
 
     @property
     def flops(self) -> int:
-        """Operations so far."""
+        """FLOPs so far."""
         return int(self.counter.get_total_flops())
 
     def release_output(self) -> Callable[[], None]:
-        """Release the output; return the backward, which starts from gradients of ones."""
+        """Release the output; return a function for the backward, with gradients of ones."""
         roots = [tensor for tensor in tensors_in(self.output) if tensor.requires_grad]
         edges = [get_gradient_edge(root) for root in roots]
         like = [(root.shape, root.dtype, root.device) for root in roots]
@@ -338,10 +338,11 @@ def _dry_run(
     counts: bool = False,
     prepare: Callable[[_DryRun], None] = lambda _: None,
 ) -> Iterator[_DryRun]:
-    """Run the forward of a copy of `model` with copied inputs, on the device `on`, or on the model's own (None).
+    """Run the forward of a copy of `model` with copied inputs, without hooks. Inside, the backward can be run.
 
-    Hooks are left out. Bytes are counted; with `counts` operations are instead, since torch's counter keeps tensors
-    alive. `prepare` is called before the forward. In the context the output is there, and the backward can be run.
+    - `on`: the device; None for that of the model.
+    - `counts`: count FLOPs instead of bytes, since torch's counter keeps tensors alive.
+    - `prepare`: called before the forward.
     """
     from torch.utils.flop_counter import FlopCounterMode
 
@@ -361,18 +362,18 @@ def _dry_run(
 
 
 def _on_meta_or_here(work: Callable[[torch.device | None], Any]) -> tuple[Any, str]:
-    """Return the result of `work` on the meta device, else on the model's own, with the reason why meta failed."""
+    """Return (result of `work` on the meta device, ""), or (result on the model's device, why meta failed)."""
     try:
         return work(_META), ""
     except SettingError:
         raise
-    except Exception as error:  # any error of the model's own code, which was not written for the meta device
+    except Exception as error:  # the model may raise anything on the meta device
         why = first_line(error, 120)
     return work(None), why
 
 
 def _kept_and_peak(run: _DryRun, look: Callable[[LiveTensors], None]) -> tuple[int, int]:
-    """Return the bytes kept for the backward and the peak until its end; `look` is called between the two."""
+    """Return (bytes saved for the backward, peak until its end). `look` is called after the forward."""
     backward, living = run.release_output(), run.living
     assert living is not None
     kept = living.now
@@ -388,20 +389,20 @@ class _ModelCall:
     inputs: tuple[Any, ...] = ()
     keywords: Mapping[str, Any] = field(default_factory=dict)
     call: Callable[..., Any] | None = None
-    """A function of the model and these arguments; None: the model is called with them."""
+    """A function that calls the model with these arguments; None calls the model."""
 
     def run(self, model: nn.Module) -> Any:
-        """Run a model."""
+        """Call the model; return its output."""
         if self.call is not None:
             return self.call(model, *self.inputs, **self.keywords)
         return model(*self.inputs, **self.keywords)
 
     def on(self, device: torch.device) -> _ModelCall:
-        """Return the same call with its tensors on a device."""
+        """Return the call with its tensors on a device."""
         return _ModelCall(move(self.inputs, device), move(self.keywords, device), self.call)
 
     def copied_to(self, model: nn.Module) -> _ModelCall:
-        """Return the same call with copies of its tensors on the device of the model's first parameters."""
+        """Return the call with copies of its tensors on the device of the model's first parameter."""
         place = next(iter(devices_of(model)), torch.device("cpu"))
 
         def copied(tensor: Tensor) -> Tensor:
@@ -411,7 +412,7 @@ class _ModelCall:
 
 
 def _call_of(model: nn.Module, batch: Any) -> _ModelCall:
-    """Return the call with the inputs of a batch, else with the complete batch, whichever the forward accepts."""
+    """Return the call with the inputs of a batch, or with the complete batch if the forward accepts only that."""
     inputs, _ = split(batch)
     items = batch if isinstance(batch, tuple | list | Mapping) else (batch,)
     for each in (inputs, items):

@@ -1,4 +1,4 @@
-"""Networks as estimators of scikit-learn, for `GridSearchCV` and `Pipeline`. Imported on first use."""
+"""Networks as scikit-learn estimators, for `GridSearchCV` and `Pipeline`. Imported on first use."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from trainwright.update.losses import known_loss
 
 Array = NDArray[Any]
 _NESTED = {"module__": "module_params", "trainer__": "trainer_params"}
-"""Prefixes of parameters, each with the dict that holds them: `module__x` is the entry x of `module_params`."""
+"""Prefix of parameters -> the dict that holds them: `module__x` is entry x of `module_params`."""
 
 
 @suggests
 @dataclass(eq=False, repr=False)
 class _Estimator(BaseEstimator):  # type: ignore[misc]
-    """The base class of classifier and regressor; the fields are the parameters of scikit-learn."""
+    """Base class of classifier and regressor. Its fields are the parameters of the estimator."""
 
     module: Callable[..., nn.Module] | Literal["auto"] = "auto"
     _: KW_ONLY
@@ -53,7 +53,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     random_state: Any = None
 
     def get_params(self, deep: bool = True) -> dict[str, Any]:
-        """Return the parameters; `deep`: those of the module and the trainer too, as `module__<name>`."""
+        """Return the parameters. `deep`: also those of module and trainer, such as `module__width`."""
         params: dict[str, Any] = super().get_params(deep)
         for prefix, held in _NESTED.items() if deep else ():
             own = params[held]
@@ -61,7 +61,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return params
 
     def set_params(self, **params: Any) -> Self:
-        """Set parameters; `module__<name>` and `trainer__<name>` set one of the module's or the trainer's."""
+        """Set parameters. `module__<name>` and `trainer__<name>` set a parameter of module or trainer."""
         super().set_params(**{name: one for name, one in params.items() if not name.startswith(tuple(_NESTED))})
         for prefix, held in _NESTED.items():
             given = {name.removeprefix(prefix): one for name, one in params.items() if name.startswith(prefix)}
@@ -72,9 +72,9 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
     def fit(self, X: Any, y: Any, sample_weight: Any = None) -> Self:
         """Train a fresh module on `X` (rows, features) and `y`; return the estimator.
 
-        `sample_weight` multiplies each row's loss: the loss of an update is the weighted mean over its rows, and rows
-        of weight 0 are left out. The random state of the process is restored, but for a draw from NumPy's where
-        `random_state` is None, as with every estimator of scikit-learn.
+        `sample_weight`: the weight of each row. The loss of an update is the weighted mean over its rows; rows with
+        weight 0 are left out. The random state of the process is restored, except for one draw from NumPy if
+        `random_state` is None, as in every scikit-learn estimator.
         """
         X, y = validate_data(self, X, y, dtype=self._numpy_dtype(), multi_output=not is_classifier(self))
         weights = []
@@ -100,7 +100,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return self
 
     def _make_trainer(self, features: int, outputs: int, *, weighted: bool) -> Trainer[Any]:
-        """Return a trainer with a fresh module, for these numbers of features and outputs."""
+        """Return a trainer with a fresh module for these numbers of features and outputs."""
         build = perceptron if self.module == "auto" else self.module
         if isinstance(build, nn.Module) or not callable(build):
             want = "a class, or a function (features, outputs) that builds a fresh one"
@@ -109,7 +109,7 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         params = self.module_params or {}
         module = build(features, outputs, **params).to(getattr(torch, self.dtype))
         optimizer: Any = adamw if self.optimizer == "auto" else self.optimizer
-        # A class of torch's, or a partial of one, takes parameters; `adamw(lr=...)` returns a function of the model.
+        # A torch class, or a partial of one, takes parameters; `adamw(lr=...)` returns a function of the model.
         takes_parameters = isinstance(optimizer.func if isinstance(optimizer, partial) else optimizer, type)
         optimizer = partial(optimizer, lr=self.lr) if takes_parameters else optimizer(lr=self.lr)
         loss: Any = copy.deepcopy(self.loss)  # a loss module may have trained weights
@@ -138,11 +138,11 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
         return np.dtype(self.dtype)
 
     def _read_target(self, y: Array) -> tuple[Array, int]:
-        """Return the target as the loss reads it, and the number of outputs of the module."""
+        """Return (target in the form of the loss, number of outputs of the module)."""
         raise NotImplementedError
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state with the weights on the CPU, so that it can be loaded without a GPU."""
+        """Return the state for pickle, with weights on the CPU, so that it loads without a GPU."""
         given: Any = super().__getstate__()
         state: dict[str, Any] = dict(given)
         module = state.get("module_")
@@ -152,38 +152,38 @@ class _Estimator(BaseEstimator):  # type: ignore[misc]
 
 
 class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
-    """A network as a classifier of scikit-learn.
+    """A network as a scikit-learn classifier.
 
-    A grid may ask for any argument, and for `module__width` or `trainer__clip`. After `fit`: `classes_`, `module_`,
-    `history_`.
+    Grids may use all arguments, and names such as `module__width` or `trainer__clip`. Attributes after `fit`:
+    `classes_`, `module_`, `history_`.
 
     Args:
-        module: A class or function `module(n_features, n_classes, **module_params)` that builds it, with one score per
-            class. "auto" is a perceptron with a hidden layer of `width` 64.
+        module: A class or function `module(n_features, n_classes, **module_params)` that returns a module with one
+            score per class. "auto": a perceptron with a hidden layer of `width` 64.
         module_params: Arguments of `module`.
-        loss: The loss. "auto" is cross entropy.
-        optimizer: A class of torch's, a partial of one, or `sgd` and its like, given `lr`. "auto" is `adamw`.
-        lr: The rate.
+        loss: The loss. "auto": cross entropy.
+        optimizer: A torch class, a partial of one, or a function such as `sgd`; called with `lr`. "auto": `adamw`.
+        lr: The learning rate.
         epochs: The number of epochs.
-        batch_size: Rows per batch; all rows where there are fewer.
-        validation: A share of the rows to validate on.
+        batch_size: Rows per batch, at most all rows.
+        validation: Share of the rows for validation.
         trainer_params: Other arguments of the `Trainer`.
         dtype: The dtype of module and inputs.
-        random_state: As in scikit-learn: a whole number repeats a fit.
+        random_state: As in scikit-learn: an integer makes fits reproducible.
     """
 
     def predict(self, X: Any) -> Array:
-        """Return the likeliest class of each row."""
+        """Return the most likely class of each row."""
         scores = self._scores(X)
         classes: Array = self.classes_[scores.argmax(1).numpy()]
         return classes
 
     @available_if(lambda self: self.loss == "auto" or isinstance(self.loss, nn.CrossEntropyLoss | nn.NLLLoss))  # type: ignore[untyped-decorator]
     def predict_proba(self, X: Any) -> Array:
-        """Return the probability of each class, in the order of `classes_`; for cross entropy and NLL alone."""
+        """Return the probability of each class, in the order of `classes_`. Only for cross entropy and NLL."""
         probabilities: Array = (
             self._scores(X).softmax(1).numpy()
-        )  # the softmax of log-probabilities (NLL) is their exponential
+        )  # the softmax of log-probabilities (NLL) equals their exponential
         return probabilities
 
     def _scores(self, X: Any) -> Tensor:
@@ -200,27 +200,27 @@ class SklearnClassifier(ClassifierMixin, _Estimator):  # type: ignore[misc]
 
 
 class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
-    """A network as a regressor of scikit-learn, of one output or several.
+    """A network as a scikit-learn regressor with one or several outputs.
 
-    The target is not scaled: `TransformedTargetRegressor` does that. After `fit`: `module_`, `history_`.
+    Does not scale the target; `TransformedTargetRegressor` does. Attributes after `fit`: `module_`, `history_`.
 
     Args:
-        module: A class or function `module(n_features, n_outputs, **module_params)` that builds it, and gives (rows,
-            n_outputs). "auto" is a perceptron with a hidden layer of `width` 64.
+        module: A class or function `module(n_features, n_outputs, **module_params)` that returns a module with outputs
+            (rows, n_outputs). "auto": a perceptron with a hidden layer of `width` 64.
         module_params: Arguments of `module`.
-        loss: The loss. "auto" is the mean squared error.
-        optimizer: A class of torch's, a partial of one, or `sgd` and its like, given `lr`. "auto" is `adamw`.
-        lr: The rate.
+        loss: The loss. "auto": mean squared error.
+        optimizer: A torch class, a partial of one, or a function such as `sgd`; called with `lr`. "auto": `adamw`.
+        lr: The learning rate.
         epochs: The number of epochs.
-        batch_size: Rows per batch; all rows where there are fewer.
-        validation: A share of the rows to validate on.
+        batch_size: Rows per batch, at most all rows.
+        validation: Share of the rows for validation.
         trainer_params: Other arguments of the `Trainer`.
         dtype: The dtype of module and inputs.
-        random_state: As in scikit-learn: a whole number repeats a fit.
+        random_state: As in scikit-learn: an integer makes fits reproducible.
     """
 
     def predict(self, X: Any) -> Array:
-        """Return a value for each row, or (rows, n_outputs) where `y` had columns; float64."""
+        """Return predictions (rows,), or (rows, n_outputs) if `y` had columns; float64."""
         values: Array = self._outputs(X).double().numpy()
         return values.ravel() if self._is_flat else values
 
@@ -238,12 +238,12 @@ class SklearnRegressor(RegressorMixin, _Estimator):  # type: ignore[misc]
 
 
 def perceptron(features: int, outputs: int, *, width: int = 64) -> nn.Module:
-    """A perceptron with one hidden layer."""
+    """Return a perceptron with one hidden layer."""
     return nn.Sequential(nn.Linear(features, width), nn.ReLU(), nn.Linear(width, outputs))
 
 
 class _WeightedTrainer(Trainer[Any]):
-    """A trainer whose batches are (inputs, target, weight of each row): losses are weighted means."""
+    """A trainer for batches (inputs, target, weight of each row). Its losses are weighted means."""
 
     each: Callable[[Tensor, Tensor], Tensor]
 
@@ -258,7 +258,7 @@ class _WeightedTrainer(Trainer[Any]):
 
 
 def _each_row(loss: Any) -> Callable[[Tensor, Tensor], Tensor]:
-    """Return the loss as one value per row; SettingError for one without a known form per row."""
+    """Return a loss with one value per row. SettingError for a loss without a known form per row."""
     known = known_loss(loss)
     if known is None or known.reduction != "mean" or getattr(loss, "weight", None) is not None:
         fix = "loss=nn.CrossEntropyLoss(), and the weights of classes in sample_weight"

@@ -1,6 +1,6 @@
-"""The eight techniques that `advise` tries, how it times and measures updates, and the settings that it lists.
+"""The eight techniques of `advise`, the measurement of updates, and the listed settings of the process.
 
-To add one: a function that returns a `Technique`, and a line in `techniques`.
+To add a technique: write a function that returns a `Technique`, and add a line to `techniques`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from trainwright.acceleration.compilation import find_regions
+from trainwright.acceleration.switches import wants_channels_last
 from trainwright.core.device import usable_cores
 from trainwright.core.errors import TrainwrightError
 from trainwright.data.opening import batches, open_source
@@ -33,40 +34,40 @@ from trainwright.trainer import Trainer
 from trainwright.update.trainer_like import free_transfer_memory
 
 COMPILING = 40.0
-"""Estimated seconds of compiling a model."""
+"""Estimated seconds for the compilation of a model."""
 WORKERS = 4
-"""The most loader workers that are tried; not more than there are cores."""
+"""Maximum number of loader workers to try; never more than cores."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Technique:
-    """One change to try, and how it is switched on."""
+    """One change to try, and its application."""
 
     name: str
     how: str = ""
-    """The line that switches it on."""
+    """The line of code that applies it."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Keywords of `variant`."""
+    """Keyword arguments of `variant`."""
     around: Callable[[Trainer[Any]], AbstractContextManager[Any]] = lambda _: nullcontext()
-    """A context in which it is switched on, for changes that are no setting of the trainer."""
+    """A context that applies it, for changes other than settings of the trainer."""
     data: Any = None
-    """The source it reads; None: the one that it is compared with."""
+    """The source that it reads; None: that of the comparison."""
     why_not: str = ""
-    """The reason that it cannot be tried; empty where it can."""
+    """The reason why it cannot be tried; empty if it can."""
     reads: bool = False
-    """Whether it is compared on updates that read the user's data rather than ready batches."""
+    """Whether it is compared on updates that read the user's data; else on ready batches."""
     start: float = 0.0
-    """Estimated seconds of its start; above 0 one block is timed instead of many."""
+    """Estimated seconds of its start-up. Above 0, one long block is timed instead of many."""
     same_numbers: bool = True
-    """Whether the loss is expected to be the same up to rounding."""
+    """Whether the loss should be equal up to rounding."""
 
 
 def techniques(
     trainer: Trainer[Any], train: Any, ready: list[Any], *, seconds_per_row: float, patience: float
 ) -> list[Technique]:
-    """Return the techniques for this trainer, its data and ready batches of them.
+    """Return the techniques for this trainer, its data `train`, and `ready` batches of them.
 
-    `seconds_per_row`: the time to read a row; data that take longer than `patience` seconds are not copied to memory.
+    `seconds_per_row`: time to read a row. `patience`: maximum seconds for a copy of the data to memory.
     """
     of_data = [_workers(train), _in_memory(train, seconds_per_row=seconds_per_row, patience=patience)]
     of_model = [make(trainer) for make in (_bf16, _fused, _compile, _channels_last, _checkpointing)]
@@ -93,7 +94,7 @@ def _fused(trainer: Trainer[Any]) -> Technique:
 
 @contextmanager
 def _with_fused_optimizers(trainer: Trainer[Any]) -> Iterator[None]:
-    """Replace the optimizers by fused ones of the same class, settings and parameters."""
+    """Context with fused optimizers of the same class, settings and parameters."""
     own = dict(trainer.optimizers)
     try:
         for name, optimizer in own.items():
@@ -117,7 +118,7 @@ def _compile(trainer: Trainer[Any]) -> Technique:
 
 def _channels_last(trainer: Trainer[Any]) -> Technique:
     images = any(isinstance(module, nn.Conv2d | nn.ConvTranspose2d) for module in trainer.model.modules())
-    on = "it is on" if trainer.fast.channels_last is True else ""
+    on = "it is on" if wants_channels_last(trainer) else ""
     return Technique(
         name="channels-last",
         how="Trainer(..., fast=Fast(channels_last=True))",
@@ -152,7 +153,7 @@ def _larger_batch(ready: list[Any]) -> Technique:
 
 
 def _workers(train: Any) -> Technique:
-    """Try workers where there are none, and none where there are some."""
+    """Try workers if the loader has none, and no workers if it has some."""
     now = train.num_workers if isinstance(train, DataLoader) else 0
     now = train._settings.workers if isinstance(train, Batches) else now
     number = 0 if now else min(WORKERS, usable_cores())
@@ -200,7 +201,7 @@ def _in_memory(train: Any, *, seconds_per_row: float, patience: float) -> Techni
 
 
 def process_settings(device: torch.device) -> list[str]:
-    """Return settings of the process that may pay on this machine and are not set, as lines of code; not measured."""
+    """Return lines of code for settings of the process that may help on this machine. Not measured."""
     cores, cpu, linux = usable_cores(), device.type == "cpu", sys.platform == "linux"
     threads, interop = torch.get_num_threads(), torch.get_num_interop_threads()
     offered = [
@@ -218,7 +219,7 @@ def process_settings(device: torch.device) -> list[str]:
     return [f"{how}  # {note}" for applies, how, note in offered if applies and how.partition("=")[0] not in os.environ]
 
 
-# How a block of updates is measured, and an update split into phases.
+# The measurement of a block of updates, and of the phases of an update.
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -226,21 +227,21 @@ class Block:
     """The measurements of one block of updates."""
 
     seconds: tuple[float, ...]
-    """Per row, in each segment."""
+    """Seconds per row of each segment."""
     cpu: tuple[float, ...]
-    """The same in CPU time of the process, which other processes on the machine do not add to."""
+    """The same in CPU time of the process, which does not include other processes."""
     updates_per_second: float
     loss: float | None
-    """The mean loss of all updates; None where a custom `update` returns none."""
+    """The mean loss of all updates; None if a custom `update` returns no loss."""
 
 
 def run_block(
     trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique, *, updates: int, warm: int, segments: int = 1
 ) -> Block:
-    """Run `warm` updates and then `segments` times `updates` from the captured state, and restore it.
+    """Run `warm` updates, then `segments` times `updates`, from the captured state; restore the state.
 
-    They are one `fit` of a variant of the trainer, so that the time is that of `fit`. The clock is read where the loop
-    asks for the first micro-batch of a window: all updates before are made, and the device has finished them.
+    All updates are one `fit` of a variant of the trainer, so that the time is that of `fit`. The clock is read when the
+    loop requests the first micro-batch of a window, after a synchronization with the device.
     """
     try:
         with technique.around(trainer):
@@ -259,7 +260,7 @@ def run_block(
 
 
 def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Technique) -> int:
-    """Return the peak bytes that one update adds to those before it: of the allocator on CUDA, else of tensors."""
+    """Return the peak bytes that one update adds: by the allocator on CUDA, else by tensors."""
     if trainer.device.type == "cuda":
         synchronize(trainer.device)
         torch.cuda.reset_peak_memory_stats(trainer.device)
@@ -273,27 +274,27 @@ def peak_memory(trainer: Trainer[Any], before: TrainerSnapshot, technique: Techn
 
 
 class Clock:
-    """Reads the clock between the windows of a trial, from inside the iteration over the data."""
+    """Reads the clock between the windows of a trial, inside the iteration over the data."""
 
     def __init__(self, trainer: Trainer[Any], *, warm: int, updates: int, segments: int) -> None:
         self._device, self._rows_of = trainer.device, trainer._hooks.rows
         self._every = trainer.accumulate[0][1]
         self._warm, self._updates, self._segments = warm, updates, segments
         self.stamps: list[float] = []
-        """Start of each segment, and end of the last; seconds."""
+        """Seconds at the start of each segment, and at the end of the last."""
         self.cpu_stamps: list[float] = []
         """The same in CPU time of the process."""
         self.data_seconds = 0.0
-        """Seconds of waiting for data in all segments."""
+        """Seconds spent waiting for data in all segments."""
         self._rows: list[int] = []
 
     def per_row(self, stamps: Sequence[float]) -> tuple[float, ...]:
-        """Return the seconds per row of each segment between these stamps."""
+        """Return the seconds per row of each segment, by its stamps."""
         lengths = (end - begin for begin, end in pairwise(stamps))
         return tuple(length / rows for length, rows in zip(lengths, self._rows, strict=True))
 
     def over(self, source: Source) -> Source:
-        """Return the data with an epoch of as many micro-batches as the trial takes; passes repeat."""
+        """Return a source with one epoch of all micro-batches of the trial; passes over the data repeat."""
         aside: Any = source.independent_copy()
         aside = copy.copy(source) if aside is source else aside
         epochs = aside.epoch
@@ -304,7 +305,7 @@ class Clock:
 
     @property
     def runs(self) -> bool:
-        """Whether the warm updates are over."""
+        """Whether the warm-up is over."""
         return bool(self.stamps)
 
     def _timed(self, batches: Iterator[Any], total: int) -> Iterator[Any]:
@@ -321,7 +322,7 @@ class Clock:
         self._rows.pop()
 
     def _read(self, update: int) -> None:
-        """Read the clocks where a segment begins or ends."""
+        """Read the clocks if a segment begins or ends here."""
         done = update - self._warm
         if done >= 0 and done % self._updates == 0:
             synchronize(self._device)
@@ -331,14 +332,14 @@ class Clock:
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait until an accelerator has finished its work."""
+    """Wait until an accelerator has finished its queued work."""
     if device.type != "cpu":
         torch.accelerator.synchronize(device)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Phases:
-    """Mean seconds of an update by phase."""
+    """Mean seconds per update, by phase."""
 
     data: float
     """Waiting for micro-batches."""
@@ -351,19 +352,19 @@ class Phases:
 
     @property
     def total(self) -> float:
-        """Seconds of an update."""
+        """Seconds per update."""
         return float(sum(asdict(self).values()))
 
     @property
     def shares(self) -> dict[str, float]:
-        """The share of each phase, 0 to 1, in their order."""
+        """Phase -> its share, 0 to 1, in order."""
         return {name: value / self.total for name, value in asdict(self).items()}
 
 
 def measure_phases(trainer: Trainer[Any], before: TrainerSnapshot, data: Source, *, updates: int) -> Phases:
-    """Run a few updates on the user's data, time each phase of them, and restore the state.
+    """Time the phases of a few updates on the user's data, and restore the state.
 
-    Each phase waits for an accelerator, so that phases do not overlap as they do in a run.
+    Each phase ends with a synchronization of the accelerator: unlike in a run, phases do not overlap.
     """
     twin = variant(trainer, average=trainer.average)
     clock = Clock(twin, warm=1, updates=updates, segments=1)

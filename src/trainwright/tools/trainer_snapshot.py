@@ -1,4 +1,4 @@
-"""Snapshots of what a trial may change: the state of a trainer, in host memory, and the switches of the process."""
+"""Snapshots of all that a trial may change: the state of a trainer, and the switches of the process."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 
 class TrainerSnapshot(Snapshot):
-    """The state of a trainer, its modules and its optimizers, its counters, and the random states.
+    """The state of a trainer: modules, optimizers, counters and random states, in host memory.
 
-    Random states come first, so that an error in a later part does not leave them changed.
+    Random states come first: an error in a later part does not leave them changed.
     """
 
     def __init__(self, trainer: Trainer[Any]) -> None:
@@ -47,16 +47,16 @@ class TrainerSnapshot(Snapshot):
 
 
 class ObjectGraph(SnapshotPart):
-    """The containers, arrays, generators and tensors in the attributes of some objects, at any depth of nesting.
+    """The containers, arrays, generators and tensors in the attributes of objects, at any depth.
 
-    The same containers and tensors are filled again. Other objects in them are not copied.
+    `restore` fills the same containers and tensors. Other objects in them are not copied.
     """
 
     def __init__(self, roots: Sequence[Any], *, tensors: Sequence[Tensor] = ()) -> None:
         self._roots, self._more = roots, tensors
 
     def capture(self) -> None:
-        """Walk through the objects, and copy their contents."""
+        """Walk the objects, and copy their contents."""
         self._containers: dict[int, tuple[Any, Any]] = {}
         self._slots: list[tuple[Any, str, Any]] = []
         self._generators: dict[int, tuple[Any, Any]] = {}
@@ -72,7 +72,7 @@ class ObjectGraph(SnapshotPart):
         self._memory.capture()
 
     def restore(self, ago: int = 0) -> None:
-        """Fill all of them again; the copies remain, so that this can be repeated."""
+        """Fill all of them from the copies. Can be repeated."""
         for container, held in self._containers.values():
             _refill(container, held)
         for owner, name, value in self._slots:
@@ -87,10 +87,10 @@ class ObjectGraph(SnapshotPart):
         return self._memory.tensors
 
     def _walk(self, value: Any, tensors: dict[int, Tensor]) -> None:
-        """Record a container with its contents, and the tensors inside."""
+        """Record a container with its contents, and the tensors in it."""
         if isinstance(value, Tensor):
             tensors[id(value)] = value
-        elif isinstance(value, LRScheduler):  # one that a hook steps; its optimizer is a root of its own
+        elif isinstance(value, LRScheduler):  # stepped by a hook; its optimizer is a separate root
             self._walk(vars(value), tensors)
         elif type(value) in _CONTAINERS and id(value) not in self._containers:
             self._containers[id(value)] = (value, copy.copy(value))
@@ -107,7 +107,7 @@ class ObjectGraph(SnapshotPart):
 
 
 class TensorMemory(SnapshotPart):
-    """Tensors with their gradients and `requires_grad`; values are restored in the same memory."""
+    """Tensors with their gradients and `requires_grad`, restored in the same memory."""
 
     def __init__(self, tensors: Sequence[Tensor]) -> None:
         leaves = [tensor for tensor in tensors if tensor.is_leaf]
@@ -123,7 +123,7 @@ class TensorMemory(SnapshotPart):
 
     @torch.no_grad()
     def restore(self, ago: int = 0) -> None:
-        """Write values, memory, `requires_grad` and gradients back."""
+        """Restore values, memory, `requires_grad` and gradients."""
         with self._hidden:
             for tensor, alias, value in zip(self.tensors, self._aliases, self._values, strict=True):
                 if _is_strided(tensor) and (tensor.data_ptr() != alias.data_ptr() or tensor.stride() != alias.stride()):
@@ -138,18 +138,18 @@ class TensorMemory(SnapshotPart):
 
 
 _CONTAINERS = (list, dict, set, OrderedDict, defaultdict, Counter, deque)
-"""Containers that are filled again with their contents; other objects are not copied."""
+"""Containers that are restored in place. Other objects are not copied."""
 _GENERATORS = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 _UNSET: Any = object()
 
 
 def _is_strided(tensor: Tensor) -> bool:
-    """Return whether a tensor has one storage; a sparse or nested one has several."""
+    """Return whether a tensor has one storage. Sparse and nested tensors have several."""
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
 def _unexpanded(tensor: Tensor) -> Tensor:
-    """Return the tensor with each element once, where it was expanded: one element is written for all."""
+    """Return a view of an expanded tensor with each element once."""
     if not _is_strided(tensor):
         return tensor
     for dimension, stride in enumerate(tensor.stride()):
@@ -159,7 +159,7 @@ def _unexpanded(tensor: Tensor) -> Tensor:
 
 
 def _refuse_lazy(modules: Sequence[nn.Module]) -> None:
-    """Refuse layers whose weights have no shape yet: their first batch initializes them irreversibly."""
+    """Raise SettingError for lazy layers: their first batch initializes them irreversibly."""
     lazy = [type(module).__name__ for module in modules if _is_lazy(module)]
     if lazy:
         what = f"a trial of layers that have no shape yet: {', '.join(sorted(set(lazy)))}"
@@ -210,10 +210,10 @@ _CUDNN = ("enabled", "benchmark", "benchmark_limit", "deterministic")
 
 @contextmanager
 def switches_restored() -> Iterator[None]:
-    """Restore at the end every switch of the process that code inside may have changed.
+    """Context that restores the switches of the process.
 
-    These are the grad mode, threads, the dtype of new tensors, float32 matmul precision, cuDNN's switches,
-    deterministic algorithms, whether numbers below the normal range are flushed to zero, and the garbage collector.
+    Restored are grad mode, threads, default dtype, float32 matmul precision, the switches of cuDNN, deterministic
+    algorithms, the flushing of subnormal numbers, and the garbage collector.
     """
     grad, threads, dtype = torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_dtype()
     matmul, backends = matmul_precision(), matmul_precisions()
@@ -231,7 +231,7 @@ def switches_restored() -> Iterator[None]:
             if getattr(torch.backends.cudnn, name) != value:
                 setattr(torch.backends.cudnn, name, value)
         _restore_precision(matmul, tf32, [*backends, *operations])
-        if _exact() != exact:  # asked first: torch imports its compiler's settings to set it, for a second or more
+        if _exact() != exact:  # only if changed: to set it, torch imports its compiler's settings for a second or more
             torch.use_deterministic_algorithms(exact[0], warn_only=exact[1])
         if flushes_denormal() != flushes:
             torch.set_flush_denormal(flushes)
@@ -239,17 +239,17 @@ def switches_restored() -> Iterator[None]:
 
 
 def flushes_denormal() -> bool:
-    """Return whether subnormal numbers are flushed to zero: torch has no getter for this switch."""
+    """Return whether subnormal numbers are flushed to zero. torch has no getter for this switch."""
     return bool((torch.full((), 2.0**-149) + 0.0 == 0.0).item())
 
 
 def _exact() -> tuple[bool, bool]:
-    """Return whether deterministic algorithms are on, and whether others only warn."""
+    """Return (deterministic algorithms are on, other algorithms only warn)."""
     return torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
 
 
 def _restore_precision(matmul: str | None, tf32: bool | None, backends: list[tuple[Any, str]]) -> None:
-    """Restore the precision of float32 products: the older switches first, since they write the newer ones."""
+    """Restore the float32 precision: the older switches first, since they also set the newer ones."""
     with unwarned():
         if matmul is not None and matmul_precision() != matmul:
             torch.set_float32_matmul_precision(matmul)
@@ -261,7 +261,7 @@ def _restore_precision(matmul: str | None, tf32: bool | None, backends: list[tup
 
 
 def _tf32() -> bool | None:
-    """Return whether cuDNN may round float32 to TF32; None where operations were set one by one."""
+    """Return whether cuDNN may round float32 to TF32; None if operations were set one by one."""
     try:
         with unwarned():
             return bool(torch.backends.cudnn.allow_tf32)
@@ -270,5 +270,5 @@ def _tf32() -> bool | None:
 
 
 def _operations() -> list[tuple[Any, str]]:
-    """Return the operations of cuDNN with a float32 precision of their own, with it."""
+    """Return (operation, precision) of the cuDNN operations with a separate float32 precision."""
     return with_precision(*(getattr(torch.backends.cudnn, name, None) for name in ("conv", "rnn")))

@@ -1,4 +1,4 @@
-"""Trials: a few updates of a trainer, unchanged or with other settings, after which everything is restored."""
+"""Trials: a few updates of a trainer, unchanged or with other settings, with everything restored afterwards."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ T = TypeVar("T", bound=Trainer[Any])
 
 
 def check_trainer(given: Any, tool: str) -> None:
-    """Refuse anything but a Trainer; `tool` is the function that it was given to."""
+    """Raise TypeError for anything but a Trainer. `tool`: the called function, for the message."""
     if not isinstance(given, Trainer):
         kind = given.__name__ if isinstance(given, type) else type(given).__name__
         what = f"{tool}({kind}, ...)"
@@ -48,26 +48,28 @@ def check_trainer(given: Any, tool: str) -> None:
 
 @contextmanager
 def traceless(trainer: Trainer[Any]) -> Iterator[TrainerSnapshot]:
-    """Restore everything that trials in the block may change, also after an error.
+    """Context that restores all state that trials may change, also after an error.
 
-    That is: parameters, buffers and gradients in their own memory, each module's mode, hooks and plain
-    attributes, `requires_grad`, the optimizers' states and groups, a loss module, frozen modules, the trainer's own
-    attributes, its state, counters and history, every random state (generators among those attributes too), and the
-    switches of the process (TF32, cudnn.benchmark, threads, the grad mode). What other objects of the user's own hold
-    is not restored. SettingError for layers that have no shape yet (`nn.LazyLinear`). Yields the snapshot: `restore()`
-    in the block starts one trial after another from the same state. The copies are in host memory.
+    Restored are:
+
+    - parameters, buffers and gradients, in their memory; `requires_grad`; mode, hooks and plain attributes of modules;
+    - states and groups of optimizers; a loss module; frozen modules;
+    - attributes, state, counters and history of the trainer; all random states, with generators in attributes;
+    - switches of the process: TF32, cudnn.benchmark, threads, grad mode.
+
+    Contents of other objects of the user are not restored. Yields the snapshot: its `restore()` starts the next trial
+    from the same state. The copies are in host memory. SettingError for layers without a shape (`nn.LazyLinear`).
     """
     with switches_restored(), TrainerSnapshot(trainer) as before:
         yield before
 
 
 def variant(trainer: T, **settings: Any) -> T:
-    """Return a trainer of the same class, model and optimizers with other settings, for a trial of a few updates.
+    """Return a trainer with the same class, model and optimizers, and other settings, for a trial of a few updates.
 
-    It has its own counters, history and totals, and is silent. Checkpoint, early stopping, schedule, average, observers
-    and metrics are only those in `settings`, by the keywords of `Trainer`; `precision`, `accumulate`, `clip`,
-    `on_nonfinite` and `fast` are the trainer's unless given. SettingError in a group of several processes, and for a
-    sharded model: a trial is of one process.
+    It has separate counters, history and totals, and prints nothing. `settings`: keywords of `Trainer`. `precision`,
+    `accumulate`, `clip`, `on_nonfinite` and `fast` default to those of the trainer; checkpoint, early stopping,
+    schedule, average, observers and metrics default to none. SettingError with several ranks.
     """
     if trainer.world.size > 1 or trainer.parallel.shards:
         what = "a trial in a group of processes, or of a model in shards"
@@ -95,13 +97,13 @@ _READ: dict[str, Any] = {
     "on_nonfinite": lambda _, value: as_policy(value),
     "metrics": lambda twin, value: checked_metrics(value, twin.world),
 }
-"""How settings are read that the Trainer takes in several forms."""
+"""Conversions of settings that the Trainer takes in several forms."""
 
 
 def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | None = None) -> list[Any]:
-    """Return host batches for so many updates, drawn from the data as `fit` does; the data are left as they were.
+    """Return host batches for `updates` updates, as `fit` reads them. The state of the data does not change.
 
-    Data of fewer batches are repeated. DataError for a stream that cannot be read from its start.
+    Shorter data are repeated. DataError for a stream that cannot be read from its start.
     """
     number = updates * max(each for _, each in trainer.accumulate)
     with rng_preserved():
@@ -114,12 +116,12 @@ def ready(trainer: Trainer[Any], data: Any, *, updates: int, batch_size: int | N
 
 
 def is_several(val: Any) -> TypeGuard[dict[str, Any]]:
-    """Return whether these are several validation sets by name; a dict of arrays or tensors is one, by column."""
+    """Return whether `val` is a dict of validation sets. A dict of arrays or tensors is one set, with its columns."""
     return isinstance(val, dict) and not all(isinstance(one, Tensor | np.ndarray) for one in val.values())
 
 
 def compact(batch: Any) -> Any:
-    """Return a batch whose tensors are not views of larger ones, which would stay in memory with it."""
+    """Return a batch without views of larger tensors, which would stay in memory."""
 
     def own(leaf: Any) -> Any:
         is_view = isinstance(leaf, Tensor) and leaf.untyped_storage().nbytes() > leaf.nbytes
@@ -129,12 +131,12 @@ def compact(batch: Any) -> Any:
 
 
 def joined(batches: Sequence[Any]) -> Any:
-    """Return one batch with the rows of all, in containers of the same types; DataError for unequal shapes."""
+    """Return one batch with the rows of all batches, in equal containers. DataError for unequal shapes."""
     return map_tree(_joined, *batches, is_leaf=_is_list_of_rows)
 
 
 def _is_list_of_rows(items: Any, *_: Any) -> bool:
-    """Return whether a sequence has one value, such as a name, for each row."""
+    """Return whether a sequence has one value per row, such as a name."""
     columns = (Tensor, np.ndarray, Mapping, list, tuple)
     return isinstance(items, list | tuple) and not any(isinstance(item, columns) for item in items)
 
@@ -156,9 +158,9 @@ def _put_together(join: Any, parts: list[Any]) -> Any:
 
 
 def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train") -> Any:
-    """Open data that a trial can read from their start, and `fit` again afterwards; DataError for others.
+    """Open data that a trial can read from their start, and `fit` again afterwards; else DataError.
 
-    Persistent workers of the data are not used: a trial has its own.
+    A trial starts separate workers instead of the persistent workers of the data.
     """
     source: Any = open_source(data, batch_size=batch_size, shuffle=True, role=role).independent_copy()
     if source.repeatable and not _is_one_pass(data):
@@ -175,7 +177,7 @@ def open_afresh(data: Any, *, batch_size: int | None = None, role: str = "train"
 
 @contextmanager
 def data_state_restored(data: Any) -> Iterator[None]:
-    """Restore the state of a data set with `state_dict` at the end of the block."""
+    """Context that restores the state of a data set with `state_dict`."""
     found: Any = data.data_set if isinstance(data, Batches) else getattr(data, "dataset", data)
     if not (issubclass(type(found), Dataset) and is_stateful(found)):
         yield
@@ -188,7 +190,7 @@ def data_state_restored(data: Any) -> Iterator[None]:
 
 
 def _is_one_pass(data: Any) -> bool:
-    """Return whether a pass changes what the next pass gives: data that are an iterator, or hold one."""
+    """Return whether a pass changes the next pass: data that are, or hold, an iterator."""
     if hasattr(data, "__next__"):
         return True
     if isinstance(data, DataLoader):
