@@ -1,7 +1,7 @@
-"""Checks of your own implementations of the five protocols, to be called in their unit tests.
+"""Checks of custom implementations of the five protocols, for use in unit tests.
 
-Each check uses the object as a run does, on the CPU and within a second, and raises ProtocolError for the first rule
-of the protocol that it breaks: what it did, what a run needs, and what to write.
+Each check uses the object as a run does, on the CPU and within a second. It raises ProtocolError for the first rule of
+the protocol that the object breaks, with what it did, what a run needs, and a fix.
 """
 
 from __future__ import annotations
@@ -44,22 +44,22 @@ class ProtocolError(TrainwrightError, AssertionError):
 def check_clip(clip: Clip) -> None:
     """Check an object for `Trainer(clip=...)`.
 
-    It takes a list of parameters, of which some may have no gradient; writes into the gradients and nothing else; does
-    not raise their total norm; returns None or the norm before clipping, a tensor without dimensions; leaves a NaN in
-    the gradients, where the check for non-finite values finds it; and reads no value from the device.
+    The rules: it accepts a list of parameters, some of them without a gradient. It changes the gradients only, in
+    place, and does not increase their total norm. It returns None, or the norm before clipping as a 0-dim tensor. It
+    keeps a NaN in the gradients, for the check for non-finite values. It reads no value from the device.
 
     Args:
         clip: The object.
 
     Raises:
-        ProtocolError: With the rule that it breaks.
+        ProtocolError: If a rule is broken, with the rule.
     """
     name = name_of(clip)
     if not callable(clip) or isinstance(clip, type):
         raise ProtocolError(f"{name} is no clip", want="an object that is called with a list of parameters")
     _check_clip_without_values(copy.deepcopy(clip), name)
     large, small = _clipped(clip, name, scale=1e3), _clipped(clip, name, scale=1e-3)
-    # The norm before clipping is proportional to the gradients, whichever norm it is; that after clipping is not.
+    # Any norm before clipping is proportional to the gradients; a norm after clipping is not.
     if large is not None and small is not None and not math.isclose(large, small * 1e6, rel_tol=1e-2):
         raise ProtocolError(
             f"{name} returns another number than the norm before clipping",
@@ -80,7 +80,7 @@ def check_clip(clip: Clip) -> None:
 
 
 def _check_clip_without_values(clip: Clip, name: str) -> None:
-    """Run a clip on tensors of the meta device, where reading a value is an error."""
+    """Run a clip on tensors on the meta device, where a read of a value is an error."""
     try:
         clip(_parameters_with_gradients(1.0, device="meta"))
     except (RuntimeError, NotImplementedError, ValueError, TypeError, AttributeError) as error:
@@ -95,7 +95,7 @@ def _check_clip_without_values(clip: Clip, name: str) -> None:
 
 
 def _clipped(clip: Clip, name: str, *, scale: float) -> float | None:
-    """Clip gradients of this scale, check the changes, and return the norm that the clip returned."""
+    """Clip gradients of a scale, check the changes, and return the norm that the clip returned."""
     parameters = _parameters_with_gradients(scale)
     values = [parameter.detach().clone() for parameter in parameters]
     gradients = [parameter.grad for parameter in parameters]
@@ -132,7 +132,7 @@ def _clipped(clip: Clip, name: str, *, scale: float) -> float | None:
 
 
 def _parameters_with_gradients(scale: float, device: str = "cpu") -> list[Tensor]:
-    """Return three parameters, of which the last has no gradient."""
+    """Return three parameters; the last one has no gradient."""
     draws = torch.Generator().manual_seed(0)
     parameters: list[Tensor] = []
     for shape in ((4, 3), (4,), (2, 2)):
@@ -165,21 +165,21 @@ def _no_gradient(name: str, error: Exception) -> ProtocolError:
 
 
 def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int = 6, lr: float = 0.1) -> None:
-    """Check an object for `Trainer(schedule=...)`, in a run with SGD and a momentum.
+    """Check an object for `Trainer(schedule=...)`, in a run with SGD and momentum.
 
-    `bind` returns a `BoundSchedule` and leaves the settings as they are, so that each `fit` begins alike; rates are
-    finite, not negative and functions of the applied updates: another `apply` for the same update sets the same rate; a
-    run that is resumed at any update has the rates of one that was never stopped; `restore_groups` sets the rates from
-    before the schedule, for the next `fit`. A monitored number gets better and worse during the check.
+    The rules: `bind` returns a `BoundSchedule` and does not change the settings, so that each `fit` starts equally.
+    Rates are finite, not negative, and functions of the applied updates: a second `apply` for the same update sets the
+    same rate. A run that is resumed at any update has the rates of an uninterrupted run. `restore_groups` restores the
+    rates from before the schedule, for the next `fit`. During the check, a monitored number improves and worsens.
 
     Args:
         schedule: The object.
-        updates: The length of the run.
-        epoch_updates: The length of an epoch.
-        lr: The rate of SGD.
+        updates: The number of updates of the run.
+        epoch_updates: The number of updates per epoch.
+        lr: The learning rate of SGD.
 
     Raises:
-        ProtocolError: With the rule that it breaks.
+        ProtocolError: If a rule is broken, with the rule.
     """
     name = name_of(schedule)
     if not callable(getattr(schedule, "bind", None)) or isinstance(schedule, type):
@@ -210,7 +210,7 @@ def check_schedule(schedule: Schedule, *, updates: int = 24, epoch_updates: int 
 
 
 class _ScheduledRun:
-    """A schedule on an optimizer, stepped as in a run whose epochs are validated."""
+    """A schedule with an optimizer, driven as in a run with a validation after each epoch."""
 
     def __init__(self, schedule: Schedule, plan: Plan, lr: float) -> None:
         self.optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=lr, momentum=0.9)
@@ -228,12 +228,12 @@ class _ScheduledRun:
         return float(self.optimizer.param_groups[0]["lr"])
 
     def rates_until(self, end: int) -> list[float]:
-        """Return the rates of the updates from the current one to `end`."""
+        """Return the rates of the updates from the current one to `end`, exclusive."""
         rates = []
         while self.updates < end:
             self.bound.apply(self.updates)
             rates.append(self.rate())
-            self.bound.apply(self.updates)  # as after an update that was skipped
+            self.bound.apply(self.updates)  # as after a skipped update
             if self.rate() != rates[-1]:
                 raise ProtocolError(
                     f"apply({self.updates}) of {name_of(self.bound)} called twice sets two rates",
@@ -263,7 +263,7 @@ def _check_resumed_rates(schedule: Schedule, plan: Plan, lr: float, *, cut: int,
     killed.rates_until(cut)
     state = _saved_and_loaded(killed.bound, f"the state of {name_of(killed.bound)}")
     resumed = _ScheduledRun(schedule, plan, lr)
-    resumed.optimizer.load_state_dict(killed.optimizer.state_dict())  # its groups hold the rate of the last update
+    resumed.optimizer.load_state_dict(killed.optimizer.state_dict())  # its groups have the rate of the last update
     resumed.bound.load_state_dict(state)
     resumed.updates = cut
     if (found := resumed.rates_until(len(rates))) != rates[cut:]:
@@ -285,21 +285,21 @@ def _first_difference(found: list[float], wanted: list[float], begin: int = 0) -
 
 
 def check_metric(metric: Metric | Callable[..., Any], output: Any, target: Any, *, rtol: float = 1e-5) -> None:
-    """Check an object or function for `Trainer(metrics=...)`, on a batch of a model's output and its target.
+    """Check an object or function for `Trainer(metrics=...)`, on a batch of outputs and targets.
 
-    It gives one number or a dict of numbers; it changes neither output nor target; the number of all rows is the same
-    for any cut into batches; `compute` changes nothing; after `reset` no row is left; a copy is independent, and one
-    that is saved within a pass and loaded continues with equal numbers; `merge`, if there is one, gives the number of
-    all rows.
+    The rules: the result is a number or a dict of numbers. Output and target are not changed. The result for all rows
+    does not depend on the division into batches. `compute` changes nothing. `reset` removes all rows. A copy is
+    independent, and a copy that is saved inside a pass and loaded continues with the same results. `merge`, if present,
+    gives the result for all rows.
 
     Args:
         metric: The object or function.
         output: Outputs of a model.
         target: Their targets.
-        rtol: The relative tolerance between cuts.
+        rtol: The relative tolerance between divisions into batches.
 
     Raises:
-        ProtocolError: With the rule that it breaks.
+        ProtocolError: If a rule is broken, with the rule.
     """
     name = name_of(metric)
     _refuse_non_metrics(metric, name)
@@ -356,25 +356,25 @@ def _refuse_non_metrics(metric: Any, name: str) -> None:
 
 
 class _PassNumbers:
-    """Computes the numbers of passes over slices of one batch."""
+    """Computes the results of passes over slices of one batch."""
 
     def __init__(self, metric: Any, batch: tuple[Any, Any], rtol: float) -> None:
         self.metric, self._batch, self._rtol = metric, batch, rtol
 
     def rows(self, begin: int, end: int) -> tuple[Any, Any, int]:
-        """Return output, target and count of some rows, as `MetricSet.update` takes them."""
+        """Return output, target and number of some rows: the arguments of `MetricSet.update`."""
         output, target = self._batch
         return _cut(output, begin, end), _cut(target, begin, end), end - begin
 
     def started(self, *spans: tuple[int, int]) -> MetricSet:
-        """Return a pass over these rows, a batch for each span."""
+        """Return a pass over these rows, with one batch per span."""
         one = MetricSet({"metric": self.metric})
         for span in spans:
             one.update(*self.rows(*span))
         return one
 
     def of(self, *spans: tuple[int, int]) -> dict[str, float]:
-        """Return the numbers of a pass over these rows."""
+        """Return the results of a pass over these rows, with one batch per span."""
         try:
             return self.started(*spans).compute()
         except TrainwrightError as error:
@@ -387,7 +387,7 @@ class _PassNumbers:
     def expect(
         self, found: Mapping[str, float], wanted: Mapping[str, float], *, when: str, want: str, fix: str
     ) -> None:
-        """Raise ProtocolError where numbers differ."""
+        """Raise ProtocolError if results differ."""
         for key in {**wanted, **found}:
             pair = found.get(key, math.nan), wanted.get(key, math.nan)
             if not math.isclose(*pair, rel_tol=self._rtol, abs_tol=1e-12) and not all(map(math.isnan, pair)):
@@ -401,7 +401,7 @@ class _PassNumbers:
 
 
 def _check_used_metric(numbers: _PassNumbers, of_all: dict[str, float], rows: int) -> None:
-    """Check that `compute` changes nothing, and that `reset` leaves nothing."""
+    """Check that `compute` changes nothing, and that `reset` removes all rows."""
     used = numbers.started((0, 1))
     used.compute()
     used.update(*numbers.rows(1, rows))
@@ -469,17 +469,17 @@ def _cut(value: Any, begin: int, end: int) -> Any:
 
 
 def check_stateful(part: Stateful, change: Callable[[], Any]) -> None:
-    """Check an object for `Trainer.parts()`.
+    """Check an object for `Trainer.parts()`. The check changes the object.
 
-    Its state can be stored; `state_dict()` changes nothing and shows a change; `load_state_dict` of an earlier state
-    restores it, and a change after that leads to the same state as the first time. The object is left changed.
+    The rules: its state can be stored. `state_dict()` changes nothing, and includes what a run changes.
+    `load_state_dict` restores an earlier state, and the same change then leads to the same state as before.
 
     Args:
         part: The object.
-        change: A function that does to it what a run does, such as one update.
+        change: A function that changes the object as a run does, such as by one update.
 
     Raises:
-        ProtocolError: With the rule that it breaks.
+        ProtocolError: If a rule is broken, with the rule.
     """
     name = name_of(part)
     for method in ("state_dict", "load_state_dict"):
@@ -529,16 +529,16 @@ def _load(part: Stateful, tree: Tree, name: str) -> None:
 
 
 def check_observer(observer: Observer) -> None:
-    """Check an object for `Trainer(observers=[...])` in a short run on the CPU, with validations and saves.
+    """Check an object for `Trainer(observers=[...])`, in a short run on the CPU with validations and saves.
 
-    It is an `Observer`, and each of its methods takes the record of a run; the run ends with the weights, the losses
-    and the random state of a run without it.
+    The rules: it is an `Observer`, and each of its methods accepts the records of a run. The run ends with the same
+    weights, losses and random state as a run without it.
 
     Args:
         observer: The object.
 
     Raises:
-        ProtocolError: With the rule that it breaks.
+        ProtocolError: If a rule is broken, with the rule.
     """
     name = name_of(observer)
     if not isinstance(observer, Observer):
@@ -561,7 +561,7 @@ def check_observer(observer: Observer) -> None:
 
 
 def _trained(*observers: Observer) -> Tree:
-    """Train a small model, and return weights, losses and the random state."""
+    """Train a small model; return weights, losses and random state."""
     seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 1))
     rows = torch.randn(24, 3), torch.randn(24, 1)
@@ -583,7 +583,7 @@ def _trained(*observers: Observer) -> Tree:
 
 
 def _saved_and_loaded(part: Stateful, what: str) -> Tree:
-    """Return a copy of the state of an object as it is after saving and loading."""
+    """Return a copy of the state of an object after a save and a load."""
     try:
         jsonable, tensors = flatten(part.state_dict())
     except CheckpointError as error:
@@ -598,7 +598,7 @@ def _saved_and_loaded(part: Stateful, what: str) -> Tree:
 
 
 def _differs(one: Tree, other: Tree, at: str = "") -> str:
-    """Return where two trees differ, as `momentum[0]`; "" where they are equal bit for bit."""
+    """Return the path at which two trees differ, such as `momentum[0]`; "" if they are bitwise equal."""
     if isinstance(one, Mapping) and isinstance(other, Mapping) and list(one) == list(other):
         pairs = [(one[key], other[key], f"{at}[{key!r}]" if at else str(key)) for key in one]
     elif isinstance(one, list | tuple) and isinstance(other, list | tuple) and len(one) == len(other):

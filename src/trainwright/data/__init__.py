@@ -1,18 +1,20 @@
-"""Where batches come from, and how their order is exact.
+"""Data: sources of batches, in an order that a resume reproduces exactly.
 
 Every form of data becomes a `Source`: `epoch(n, skip)` yields the batches of an epoch from any position, `commit` marks
-those that were trained on, `position` and `seek` save and restore the place after them, `shard` selects a rank's part.
+the yielded batches as trained, `position` and `seek` save and restore the position after them, and `shard` selects a
+rank's part.
 
-In reading order: `source` (the contract), `opening` (which source for which data, and `batches`). Rows of a data set:
-`row_batches` (the order, from seed and epoch), `arrays` (tensors: one gather per batch), `seeded` (data sets: draws by
-row, or all rows read once), `splitting` (a data set in two parts). Other data: `streams` (ready batches, endless
-streams), `dataloader/` (the user's own loader). Several ranks: `sharding` (each rank runs its slice of a batch; streams
-that shard themselves). `data_state`: the states of loaders, samplers and data sets. `transforms/`: padding, buckets,
-zips.
+Files in reading order:
+`source.py`: the base class. `opening.py`: the choice of a source for each form of data, and `batches`.
+Rows of a data set: `row_batches.py` (the order, from seed and epoch), `arrays.py` (tensors: one gather per batch),
+`seeded.py` (data sets: random draws by row, or all rows read once), `splitting.py` (a data set in two parts).
+Other data: `streams.py` (ready batches, endless streams), `dataloader/` (a `DataLoader` of the user).
+Several ranks: `sharding.py` (slices of batches, and streams that shard themselves).
+`data_state.py`: the states of loaders, samplers and data sets. `transforms/`: padding, buckets, zips.
 
-Promises: a resume at any batch continues with the rows and the draws of a run without an interruption; what cannot be
-exact is said in the header of the run. Any number of ranks runs the same rows, each once. The user's own loader yields
-the batches that it yields in a plain loop, and draws as it does there.
+Promises: a resume at any batch continues with the rows and random draws of an uninterrupted run; the header of the run
+states what cannot be exact. On any number of ranks, each row is run once. The user's loader yields the same batches,
+and makes the same draws, as in a plain loop.
 """
 
 from trainwright.core.lazy import lazy_names

@@ -18,15 +18,15 @@ from trainwright.core.errors import DataError
 from trainwright.distributed.mesh import Shard, Slice
 
 GATHER_LIMIT = 1 << 20
-"""Bytes up to which the rows of an epoch are gathered at once: more would not fit into the cache."""
+"""The most bytes of an epoch that are gathered at once; more do not fit into the cache."""
 ALIGNED = 64
 """Alignment in bytes of the memory that torch allocates."""
 
 
 class Table:
-    """Equally long columns in memory; a batch is the same container with some of their rows.
+    """Columns of equal length in memory. A batch is the same container with some of the rows.
 
-    Batches are copies, so a step may write into them.
+    Batches are copies, so a step may write to them.
     """
 
     def __init__(
@@ -34,19 +34,19 @@ class Table:
     ) -> None:
         self.columns = list(columns)
         self._pack = pack
-        """Makes the container from a tuple of columns; None where it is a tuple."""
+        """Makes the container from a tuple of columns; None if it is a tuple."""
         self._indices = indices
-        """Row numbers in the columns, where the table is a subset of them."""
+        """Row indices into the columns, if the table is a subset; else None."""
 
     def __len__(self) -> int:
         return self.columns[0].shape[0] if self._indices is None else self._indices.shape[0]
 
     def describe(self) -> str:
-        """Return the location of the rows."""
+        """Return the location of the rows, for the header."""
         return "memory"
 
     def bytes_on(self, device: torch.device) -> int:
-        """Return the bytes of a copy of the rows on `device`; 0 where they are there."""
+        """Return the size in bytes of a copy of the rows on `device`; 0 for columns already there."""
         of_row = [one[:1].numel() * one.element_size() for one in self.columns if one.device != device]
         return len(self) * sum(of_row)
 
@@ -58,9 +58,9 @@ class Table:
         return there
 
     def batches(self, order: Tensor | None, size: int, rows: range, *, only: range | None = None) -> Iterator[Any]:
-        """Return batches of `size` of the positions `rows` in `order`; None: in the table's own order.
+        """Return batches of `size` rows, for the positions `rows` of `order`; None: in the order of the table.
 
-        With `only` those rows of each batch, by their positions in it.
+        `only`: the positions within each batch to return; None: all.
         """
         if not rows:
             return iter(())
@@ -73,7 +73,7 @@ class Table:
         return joined if self._pack is None else map(self._pack, joined)
 
     def slices(self, order: Tensor | None, size: int, rows: range, *, part: Shard) -> Iterator[Slice]:
-        """Return the slices of one rank of these batches; a short last batch is cut into other parts."""
+        """Return the slices of these batches for one rank; a short last batch is split by its own size."""
         full = len(rows) // size * size
         return chain(
             self._slices(order, size, rows[:full], part=part),
@@ -89,27 +89,27 @@ class Table:
         return self.take(torch.as_tensor(rows, dtype=torch.int64))
 
     def take(self, rows: Tensor) -> Any:
-        """Return the batch of `rows`, an int64 tensor; IndexError for a number that is no row."""
+        """Return the batch of `rows`, an int64 tensor; IndexError for an index out of range."""
         picked = self._picked(rows)
         batch = tuple([column.index_select(0, picked) for column in self.columns])
         return batch if self._pack is None else self._pack(batch)
 
     def part(self, indices: Tensor) -> Table:
-        """Return the table of those rows, without a copy."""
+        """Return a table of the rows at `indices`, without a copy."""
         return Table(
             self.columns, self._pack, indices if self._indices is None else self._indices.index_select(0, indices)
         )
 
     def row(self, index: int) -> Any:
-        """Return one row, without the dimension of rows."""
+        """Return one row, without the row dimension."""
         index = index if self._indices is None else int(self._indices[index])
         row = tuple(column[index] for column in self.columns)
         return row if self._pack is None else self._pack(row)
 
     def _fits_at_once(self, rows: int, size: int) -> bool:
-        """Return whether the rows are gathered faster at once, with each batch aligned as if it were gathered alone.
+        """Return whether gathering all rows at once is faster and keeps each batch aligned as when gathered alone.
 
-        The order of additions in a matrix product may depend on the alignment of its factors.
+        Alignment matters, since the summation order of a matrix product may depend on it.
         """
         total = 0
         for column in self.columns:
@@ -128,7 +128,7 @@ class Table:
         else:
             picked = self._picked(order)[rows.start : rows.stop]
             gathered = [column.index_select(0, picked) for column in self.columns]
-        # No common version counter: a step may write into one batch while another is in a graph.
+        # `unsafe_split`: no shared version counter, since a step may write to one batch while another is in a graph.
         return [iter(torch.unsafe_split(column, size)) for column in gathered]
 
     def _gathered_by_batch(
@@ -146,12 +146,12 @@ class Table:
             order = self._indices if order is None else self._indices.index_select(0, order)
         assert order is not None
         device = self.columns[0].device
-        # One copy for the pass, from pinned memory, so that the host does not wait for the device.
+        # One copy per pass, from pinned memory, so that the host does not wait for the device.
         return order.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else order.to(device)
 
 
 class TableRows:
-    """The rows of a table as a data set, for a user's own collate function."""
+    """The rows of a table as a map-style data set, for a custom collate function."""
 
     def __init__(self, table: Table) -> None:
         self._table = table
@@ -192,7 +192,7 @@ def _keyed(keys: tuple[Any, ...], batch: Iterable[Any]) -> dict[Any, Any]:
 
 
 def _chunks(rows: Tensor, size: int) -> Iterator[Tensor]:
-    # In blocks: otherwise an epoch of millions of batches begins with millions of views.
+    # In blocks: otherwise an epoch of millions of batches would start with millions of views.
     return chain.from_iterable(block.split(size) for block in rows.split(256 * size))
 
 
@@ -243,9 +243,9 @@ def _tensor(name: str, array: np.ndarray[Any, Any]) -> Tensor:
 
 
 class _Alias:
-    """A read-only array that claims to be writable, without a copy.
+    """Presents a read-only array as writable, without a copy.
 
-    torch warns about read-only memory; a table only reads it, and its batches are copies.
+    Avoids torch's warning about read-only memory: a table only reads it, and batches are copies.
     """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:

@@ -1,4 +1,4 @@
-"""The state of loaders, samplers and data sets: their random generators, and their own `state_dict`."""
+"""The state of loaders, samplers and data sets: their random generators and their `state_dict`."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ from trainwright.core.errors import DataError
 from trainwright.core.rng import rng_preserved
 
 _NESTED = ("dataset", "datasets", "transform", "transforms", "target_transform", "samplers")
-"""Attributes of a data set or a sampler whose own attributes are searched too."""
+"""Attributes of a data set or sampler whose attributes are searched too."""
 _END = object()
 _NEVER_GENERATORS = frozenset({type(None), bool, int, float, str, tuple, list, dict, Tensor, type(lambda: None)})
-"""The most frequent types of attributes, none of them a generator."""
+"""Frequent types of attributes that are no generators."""
 
 
 class Generators:
-    """The generators that loaders and samplers hold, with their states at the start of the current epoch.
+    """The generators of loaders and samplers, with their states at the start of the current epoch.
 
-    A resume inside the saved epoch draws the order again from the states at its start; a resume at a later epoch
-    starts from the states at the save. So does the state of a sampler with `state_dict` and `load_state_dict`.
+    A resume inside the saved epoch repeats the draw of its order from the states at its start; a resume at a later
+    epoch starts from the states at the save. The same holds for samplers with `state_dict` and `load_state_dict`.
     """
 
     def __init__(self, owners: dict[str, Any]) -> None:
@@ -44,11 +44,11 @@ class Generators:
         self._epoch = -1
         self._start = self._states()
         self._sought: dict[str, Any] | None = None
-        """The position that the next epoch begins at."""
+        """The position to restore at the start of the next epoch."""
 
     @property
     def epoch(self) -> int:
-        """The current epoch, or that of the position sought, if it has not begun yet."""
+        """The current epoch, or that of a position that is still to be restored."""
         return self._epoch if self._sought is None else int(self._sought["epoch"])
 
     @property
@@ -58,7 +58,7 @@ class Generators:
 
     @property
     def stateful(self) -> bool:
-        """Whether a sampler has a state of its own."""
+        """Whether a sampler has a `state_dict`."""
         return bool(self._stateful)
 
     @property
@@ -67,23 +67,23 @@ class Generators:
         return {id(one) for one in (*self.owners.values(), *map(unwrapped, self._found.values()))}
 
     def begin(self, epoch: int) -> None:
-        """Record the states at the start of `epoch`, after restoring those of a position sought."""
+        """Restore a position from `seek`, if any, and record the states at the start of `epoch`."""
         sought, self._sought = self._sought, None
         if sought is not None and sought["epoch"] == epoch:
             self._set_generators(sought["start"])
             self._load_samplers(sought["start"])
-        elif sought is not None:  # the generators are set already, and have been broadcast from rank 0 since
+        elif sought is not None:  # `seek` has set the generators, which were broadcast from rank 0 since
             self._load_samplers(sought["now"])
         self._epoch, self._start = epoch, self._states()
 
     def position(self) -> dict[str, Any]:
-        """Return the current epoch (-1 before the first), the states at its start, and the present states."""
+        """Return the current epoch (-1 before the first), the states at its start, and the current states."""
         return self._sought or {"epoch": self._epoch, "start": dict(self._start), "now": self._states()}
 
     def seek(self, position: dict[str, Any], *, ended: bool) -> None:
-        """Set the generators to their states at the save at once, and samplers when the next epoch begins.
+        """Set the generators to their states at the save; samplers are set at the start of the next epoch.
 
-        `ended`: samplers too are set at once, because other sources read them.
+        `ended`: set the samplers now too, since no epoch follows, but another `fit` may use them.
         """
         have, want = {*self._found, *self._stateful}, set(position["start"])
         if have != want:
@@ -103,7 +103,7 @@ class Generators:
             self._set_generators(now)
 
     def independent_copy(self) -> Generators:
-        """Return a copy for a pass apart from training: it draws from the present states in any epoch."""
+        """Return a copy for a pass besides training, which draws from the current states in any epoch."""
         other = copy(self)
         if self._sought is not None:
             other._sought = {**self._sought, "start": self._sought["now"]}
@@ -124,7 +124,7 @@ class Generators:
 
 
 class GeneratorAdapter:
-    """A generator of Python or NumPy, with the methods of a `torch.Generator`."""
+    """Gives a generator of Python or NumPy the methods of a `torch.Generator`."""
 
     def __init__(self, generator: Any) -> None:
         self.generator = generator
@@ -154,13 +154,13 @@ class GeneratorAdapter:
 
 
 def is_stateful(data: Any) -> bool:
-    """Return whether an object has `state_dict` and `load_state_dict`; a class is no such object."""
+    """Return whether an object (not a class) has `state_dict` and `load_state_dict`."""
     has_both = callable(getattr(data, "state_dict", None)) and callable(getattr(data, "load_state_dict", None))
     return has_both and not isinstance(data, type)
 
 
 def is_inside_pass(data: Any) -> bool:
-    """Return whether data are inside a pass after a load; if not, the end of their last pass has now been read."""
+    """Return whether data are inside a pass after a load. Starts an iterator, which consumes the end of a pass."""
     with rng_preserved():
         return next(iter(data), _END) is not _END
 
@@ -168,7 +168,7 @@ def is_inside_pass(data: Any) -> bool:
 def unsaved_generators(data: Any, collate: Any, samplers: Generators) -> Iterator[str]:
     """Yield a line on each generator that no checkpoint holds, such as "dataset.rng", with a fix.
 
-    Searched are the data set, its base and its transform, the collate function, and samplers inside of samplers.
+    Searches the data set, nested data sets and transforms, the collate function, and nested samplers.
     """
     collator = getattr(collate, "__self__", collate)
     for name, owner in {"dataset": data, "collate_fn": collator, **samplers.owners}.items():
@@ -180,7 +180,7 @@ def unsaved_generators(data: Any, collate: Any, samplers: Generators) -> Iterato
 
 
 def adapted(generator: Any) -> Any:
-    """Return a generator that has the methods of a `torch.Generator`."""
+    """Return a generator with the methods of a `torch.Generator`."""
     return generator if isinstance(generator, torch.Generator) else GeneratorAdapter(generator)
 
 
@@ -190,7 +190,7 @@ def unwrapped(generator: Any) -> Any:
 
 
 def _hidden(owner: Any, name: str, *, known: set[int], depth: int = 4) -> Iterator[str]:
-    """Yield the places of generators in an object and its nested parts, without objects whose ids are `known`."""
+    """Yield the paths of generators in an object and its nested parts, except objects whose ids are `known`."""
     attributes = getattr(owner, "__dict__", None)
     if not isinstance(attributes, dict) or isinstance(owner, type):
         return
@@ -205,7 +205,7 @@ def _hidden(owner: Any, name: str, *, known: set[int], depth: int = 4) -> Iterat
 
 
 def is_generator(value: Any) -> bool:
-    """Return whether it is a generator with a state of its own: not the process's, nor the operating system's."""
+    """Return whether a value is a generator with a separate state, not a global or operating-system one."""
     if type(value) in _NEVER_GENERATORS:
         return False
     if isinstance(value, torch.Generator):
@@ -214,36 +214,36 @@ def is_generator(value: Any) -> bool:
         return value is not getattr(random, "_inst", None) and not isinstance(value, random.SystemRandom)
     kind: Any = type(value)
     if not _is_from_numpy(kind):
-        return False  # before NumPy's generators, slow to import, are touched
+        return False  # checked first, since `numpy.random` is slow to import
     kinds = (np.random.Generator, np.random.RandomState)
     return isinstance(value, kinds) and value is not getattr(np.random.mtrand, "_rand", None)
 
 
 @lru_cache(maxsize=256)
 def _is_from_numpy(kind: type) -> bool:
-    """Return whether a class is one of NumPy's random module, or built on one."""
+    """Return whether a class is, or derives from, one of `numpy.random`."""
     return any(one.__module__.startswith("numpy.random") for one in kind.__mro__)
 
 
 class StatefulData:
-    """A loader or data set with `state_dict` and `load_state_dict`, and its state after the committed batches."""
+    """A loader or data set with `state_dict` and `load_state_dict`, with its state after the committed batches."""
 
     def __init__(self, data: Any, *, rows_by_index: bool = False) -> None:
         self.data = data
         """The object with the state."""
         self.rows_by_index = rows_by_index
-        """Whether the state holds no position, because rows are fetched by index."""
+        """Whether rows are fetched by index, so that the state includes no position."""
         self._given = 0
         self._begun = False
         self._committed: dict[str, Any] | None = None
 
     def count(self, iterator: Iterator[Any], given: int) -> Iterator[Any]:
-        """Yield the batches of a pass and count them, from `given` on."""
+        """Yield the batches of a pass and count them, starting at `given`."""
         self._begun, self._given, self._committed = True, given, None
         return self._count(iterator)
 
     def commit(self) -> None:
-        """Capture the state: all batches yielded so far are trained on."""
+        """Capture the state, after all batches yielded so far were trained."""
         if self._begun:
             self._committed = self._now()
 
@@ -254,7 +254,7 @@ class StatefulData:
         return self._now() if self._committed is None else self._committed
 
     def seek(self, position: dict[str, Any] | None, *, given: int | None) -> None:
-        """Restore the state after `given` batches of its epoch; None: at any position."""
+        """Restore the state; DataError unless it is that after `given` batches (None: any number)."""
         if position is None:
             return
         if given not in (None, position["given"]):
@@ -272,17 +272,17 @@ class StatefulData:
 
 
 def stateful_data(data: Any) -> StatefulData | None:
-    """Return the state of `data`, or of a loader's data set; None where neither has one."""
+    """Return the `StatefulData` of `data`, or of a loader's data set; None if neither has a state."""
     if is_stateful(data):
         return StatefulData(data)
-    # Workers have copies of the data set, whose states come with their batches.
+    # With workers, their copies of the data set have the states, which come with the batches.
     if not isinstance(data, DataLoader) or data.num_workers or not is_stateful(data.dataset):
         return None
     return StatefulData(data.dataset, rows_by_index=not isinstance(data.dataset, IterableDataset))
 
 
 def no_state_error(saved: int, given: int | None) -> DataError:
-    """Return the error of a resume at a batch without a saved state."""
+    """Return the error for a resume at a batch without a saved state."""
     return DataError(
         f"the data cannot continue after {given} batches of the epoch",
         have=f"after {saved} batches",

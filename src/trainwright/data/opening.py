@@ -1,4 +1,4 @@
-"""Opens data of any form as a source of batches: `open_source` for a run, `batches` for the rows of a data set."""
+"""`open_source`, which opens data of any form as a source of batches, and `batches`, for the rows of a data set."""
 
 from __future__ import annotations
 
@@ -30,21 +30,21 @@ _FORMS = (
 
 
 EVALUATION_BATCH = 256
-"""Rows of a batch of an evaluation or prediction where none are given: the numbers do not depend on it."""
+"""The default batch size of evaluations and predictions; results do not depend on it."""
 
 
 def open_source(data: Any, *, batch_size: int | None = None, shuffle: bool = False, role: str = "train") -> Source:
-    """Return a source of the batches of `data`; DataError where there are none, or the form is no data.
+    """Return a source of the batches of `data`; DataError if there are none, or for an unsupported form.
 
-    `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`): with ready batches `batch_size`
-    is refused and `shuffle` is ignored. Only the role "train" needs a batch size. A function `epoch -> data` is
-    called once for epoch 0, at once. A `Source` is returned as it is, with complete batches.
+    `batch_size` and `shuffle` are for data sets of rows (see `takes_batch_size`). With ready batches, `batch_size`
+    raises DataError, and `shuffle` is ignored. Only the role "train" requires a batch size. A function `epoch -> data`
+    is called for epoch 0 immediately. A `Source` is returned unchanged, but unsharded.
     """
     if not isinstance(data, Source):
         return _open(data, batch_size, shuffle=shuffle, role=role)
     if batch_size is not None:
         raise _no_rows(data, batch_size, role)
-    if data._part is not None:  # an earlier run has sharded it
+    if data._part is not None:  # sharded by an earlier run
         data.shard(None)
     return data
 
@@ -82,25 +82,25 @@ def batches(
     workers: int = 0,
     in_memory: bool = False,
 ) -> Batches:
-    """Batches of `batch_size` rows of a data set.
+    """Return the rows of a data set in batches of `batch_size`.
 
-    The order is a function of (seed, epoch). Random draws of the data set depend on (seed, epoch, row), and leave the
-    generators of the process unchanged. Iterated by itself, each pass is the next epoch; a `fit` reads its own epochs,
-    from 0: a second `fit` repeats them.
+    The order depends on (seed, epoch) only. Random draws of the data set depend on (seed, epoch, row) only, and do not
+    change global generators. If the result is iterated directly, each pass is the next epoch. A `fit` always starts
+    with epoch 0, so that a second `fit` repeats the orders of the first.
 
     Args:
-        data: A map-style `Dataset`, a tensor, an array, or a tuple or dict of equally long ones. A batch of arrays is
-            the same container of tensors.
-        batch_size: Rows per batch, over all processes of a run, each of which runs its part of every batch.
-        shuffle: Whether rows are in random order.
+        data: A map-style `Dataset`, a tensor, an array, or a tuple or dict of tensors or arrays of equal length. A
+            batch of arrays is the same container, with tensors.
+        batch_size: Rows per batch, over all processes of a run; each process runs its slice of every batch.
+        shuffle: Whether to shuffle the rows in each epoch.
         seed: The seed. None: drawn once from torch's global generator at the first pass, and saved in the state.
-        drop_last: Whether a short last batch is left out.
+        drop_last: Whether to drop a short last batch.
         collate: A function from a list of rows to a batch. None: torch's `default_collate`.
-        sampler: Row numbers in the order of your own, in place of `shuffle`.
-        per_rank: Rows per batch of each process, in place of `batch_size`. Such a run resumes only on as many
-            processes.
-        workers: The number of worker processes that fetch rows. Neither the order nor a number depends on it.
-        in_memory: Read a small data set, whose rows are always the same, once into memory.
+        sampler: Row indices in a custom order, instead of `shuffle`.
+        per_rank: Rows per batch and process, instead of `batch_size`. Such a run can be resumed only with the same
+            number of processes.
+        workers: The number of worker processes that fetch rows. It affects neither order nor values.
+        in_memory: Whether to read a small data set, whose rows never change, into memory once.
 
     Raises:
         DataError: For data without a batch.
@@ -121,7 +121,7 @@ def batches(
 
 
 def takes_batch_size(data: Any) -> bool:
-    """Return whether `data` is a data set of rows, or a function that may return one, and not ready batches."""
+    """Return whether `data` is a data set of rows, or a function that may return one, rather than ready batches."""
     if isinstance(data, Sharded):
         return takes_batch_size(data.data)
     if is_together(data):
@@ -135,7 +135,7 @@ def takes_batch_size(data: Any) -> bool:
 
 
 class PerEpoch(Source):
-    """A function `epoch -> data`, called once per epoch; length and rows are those of the present epoch."""
+    """A function `epoch -> data`, called once per epoch; length and rows are those of the current epoch."""
 
     kind = "a function of the epoch"
     draws_global_rng = True
@@ -150,33 +150,33 @@ class PerEpoch(Source):
         self._source = self._open(self._data)
         self._epoch = 0
         self._fresh = True
-        """Whether no batch of the present data has been read."""
+        """Whether no batch of the current data was read yet."""
         self._measure()
 
     def inner(self) -> Mapping[str, Source]:
-        """Return the source of the present data."""
+        """Return the source of the current data."""
         return {"": self._source}
 
     def shard(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
+        """Make `epoch` yield this rank's `Slice` of each batch; None: complete batches."""
         self._source.shard(part)
         self._part = part
         self._measure()
 
     def independent_copy(self) -> PerEpoch:
-        """Return a copy whose function makes data of its own, because some can be read only once."""
+        """Return a copy that calls the function again, since some data can be read only once."""
         other = shallow_copy(self)
         other._source, other._fresh = self._source.independent_copy(), False
         return other
 
     def describe(self) -> str:
-        """Return a description of the data of epoch 0."""
+        """Return a description of the current data."""
         return f"{self._source.describe()}, made for each epoch"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
         """Return the batches of the data that the function returns for `epoch`."""
         place = Shard(0, 1) if self._part is None else self._part
-        # The function was called for the rank that the environment names when the data were opened.
+        # When the data were opened, `shard()` in the function used the rank of the environment.
         same = self._fresh and epoch == self._epoch and (not self.is_own_part or matches_environment(place))
         if not same:
             with reading_part(place):
@@ -186,19 +186,19 @@ class PerEpoch(Source):
                 self._data, self._source = data, self._open(data)
                 self._measure()
         sought, self._sought = self._sought, None
-        # The state of another epoch belongs to its own data, unless all epochs share the data.
+        # A state of another epoch fits only if all epochs share the same data.
         if sought is not None and (same or sought["epoch"] == epoch):
             self._source.seek(sought["source"], other_size=self._other_size)
         self._epoch, self._fresh = epoch, False
         return self._source.epoch(epoch, skip)
 
     def _position(self) -> dict[str, Any]:
-        """Return the present epoch and the position in its data."""
+        """Return the current epoch and the position in its data."""
         return {"epoch": self._epoch, "source": self._source.position()}
 
     def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
-        """Set the data to a saved position where no epoch follows."""
-        if ended:  # matters only for data that all epochs share: another `fit` reads them
+        """Set the data to a saved position, if no epoch follows."""
+        if ended:  # relevant for data that all epochs share, which another `fit` may read
             data = _call(self._make, position["epoch"], self._role)
             source = self._source if data is self._data else self._open(data)
             source.seek(position["source"], other_size=self._other_size, ended=True)
@@ -231,24 +231,24 @@ def _call(make: Any, epoch: int, role: str) -> Any:
             fix=f"lambda epoch: {getattr(make, '__name__', 'make')}()",
         ) from None
     except ValueError:
-        pass  # a builtin without a signature
+        pass  # a built-in function without a signature
     return make(epoch)
 
 
 def is_function(data: Any) -> bool:
-    """Return whether data are a function of the epoch, which is called for epoch 0 when they are opened."""
+    """Return whether data are a function of the epoch."""
     data_like = any(hasattr(data, name) for name in ("__iter__", "__getitem__"))
     return callable(data) and not data_like and not isinstance(data, type | nn.Module)
 
 
 def is_together(data: Any) -> bool:
-    """Return whether data are a zip of loaders; does not import its module."""
+    """Return whether data are a `Together`, without an import of its module."""
     zipped: Any = sys.modules.get("trainwright.data.transforms.zipped")
     return zipped is not None and isinstance(data, zipped.Together)
 
 
 def mark_as_own_part(source: Any, role: str) -> Source:
-    """Mark a source as this rank's own part of the data, and return it."""
+    """Mark a source as this rank's part of the data, and return it; DataError for a custom source."""
     if not type(source).__module__.startswith("trainwright."):
         name = type(source).__name__
         raise DataError(
@@ -264,7 +264,7 @@ def mark_as_own_part(source: Any, role: str) -> Source:
 
 
 def _check_sampler(sampler: Any, *, shuffle: bool) -> None:
-    """Refuse a sampler together with `shuffle`, and one that can be iterated only once."""
+    """Raise SettingError for a sampler together with `shuffle`, and for one that can be iterated only once."""
     if shuffle:
         raise SettingError("batches(shuffle=True, sampler=...)", want="one of the two", fix="leave one out")
     if hasattr(sampler, "__next__") or not hasattr(sampler, "__iter__"):
@@ -286,7 +286,7 @@ def _open_data_set(data: Any, batch_size: int | None, *, shuffle: bool, role: st
 
 
 def _no_rows(data: Any, batch_size: int, role: str) -> DataError:
-    """Return the error of a batch size together with ready batches."""
+    """Return the error for a batch size together with ready batches."""
     fix = "batches(data, ...) if its items are rows" if hasattr(data, "__getitem__") else "leave batch_size out"
     if isinstance(data, IterableDataset):
         fix = f"DataLoader(data, batch_size={batch_size})"

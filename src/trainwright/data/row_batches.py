@@ -1,6 +1,6 @@
-"""Batches cut from the rows of a data set, in an order that depends on (seed, epoch) alone.
+"""`Batches`: the rows of a data set in batches, in an order that depends on (seed, epoch) only.
 
-Epochs count from 0 in each `fit`: a second `fit` repeats the orders of the first.
+Epochs are counted from 0 in each `fit`, so that a second `fit` repeats the orders of the first.
 """
 
 from __future__ import annotations
@@ -39,18 +39,18 @@ from trainwright.distributed.mesh import Shard
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BatchSettings:
-    """Settings of `batches(...)`: how the rows of a data set are cut into batches."""
+    """The settings of `batches(...)`."""
 
     batch_size: int | None
     per_rank: int | None = None
     ranks: int = 1
-    """Number of ranks, where `per_rank` counts the rows of each."""
+    """The number of ranks, if `per_rank` is used."""
     shuffle: bool = False
     seed: int | None = None
     drop_last: bool = False
     workers: int = 0
     varies: bool = False
-    """Whether batches besides the last one may have fewer rows than `size`."""
+    """Whether other batches than the last one may have fewer rows than `size`."""
 
     def __post_init__(self) -> None:
         self._check_sizes()
@@ -74,7 +74,7 @@ class BatchSettings:
 
     @property
     def size(self) -> int:
-        """Rows of a full batch, over all ranks."""
+        """The rows of a full batch, over all ranks."""
         if self.batch_size is not None:
             return self.batch_size
         assert self.per_rank is not None
@@ -86,7 +86,7 @@ class BatchSettings:
 
 
 class Batches(Source):
-    """A source of batches of rows; made by `batches`."""
+    """A source of batches of rows, made by `batches`."""
 
     kind = "batches(...)"
     _sets_epoch = True
@@ -101,9 +101,9 @@ class Batches(Source):
         self._generators = Generators({} if sampler is None else {"sampler": sampler})
         self._sampler_generators = self._generators.found
         self._restarts_if_empty = False
-        """Whether the loaded state of the sampler may be the end of a pass: then the next one begins."""
+        """Whether to start a new pass if the sampler's loaded state was the end of a pass."""
         self._draws_on = False
-        """Whether a sampler that draws from the global generators inside a pass was accepted."""
+        """Whether a sampler was accepted that draws from global generators inside a pass."""
         alone = isinstance(rows, SeededRows) and not settings.workers and is_stateful(rows.dataset)
         self._stateful = StatefulData(self.data_set) if alone else None
         self.draws_global_rng = not (sampler is None or isinstance(sampler, list | tuple | range | Tensor))
@@ -111,7 +111,7 @@ class Batches(Source):
 
     @property
     def generators(self) -> Sequence[Any]:
-        """The sampler's own random generators: an evaluation restores them."""
+        """The random generators of the sampler, which an evaluation restores."""
         return self._sampler_generators
 
     @property
@@ -129,13 +129,13 @@ class Batches(Source):
         if self._part is None and self._resident is None:
             return self.epoch(self._passes - 1)
         self._draw_seed()
-        complete = copy(self)  # outside of a run it yields complete batches on the host
+        complete = copy(self)  # outside of a run, yield complete batches on the host
         complete._part = complete._resident = None
         return complete.epoch(self._passes - 1)
 
     @property
     def data_set(self) -> Any:
-        """The data set whose rows are fetched one by one; None for a table."""
+        """The data set whose rows are fetched; None for a table."""
         return self._data.dataset if isinstance(self._data, SeededRows) else None
 
     @property
@@ -144,10 +144,10 @@ class Batches(Source):
         return isinstance(self._data, Table) and self._sampler is None and not self._settings.workers
 
     def shard(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
+        """Make `epoch` yield this rank's `Slice` of each batch; None: complete batches.
 
-        With `per_rank` the batches grow with the number of ranks. DataError for a sampler that shards rows itself, or
-        whose order cannot be drawn alike on all ranks.
+        With `per_rank`, the batch size grows with the number of ranks. DataError for a sampler that shards rows itself,
+        or whose order cannot be drawn equally on all ranks.
         """
         if part is not None and self._sampler is not None and not self.is_own_part:
             size = self._settings.batch_size
@@ -159,19 +159,20 @@ class Batches(Source):
         self._measure()
 
     def bytes_on(self, device: torch.device) -> int | None:
-        """Return the bytes of a copy of the data on `device`; None where the data are not one table."""
+        """Return the size in bytes of a copy of the data on `device`; None if the data are no table."""
         return self._data.bytes_on(device) if isinstance(self._data, Table) and self.in_memory else None
 
     def reside(self, device: torch.device | None) -> None:
-        """Have `epoch` gather batches on `device`, from a copy of the data; None: on the host again.
+        """Make `epoch` gather batches on `device`, from a copy of the data; None: on the host.
 
-        Order and rows are the same: the order is drawn on the host. Outside of a run it yields batches on the host.
+        Order and rows are the same, since the order is drawn on the host. Iteration outside of a run yields host
+        batches.
         """
         assert device is None or self.bytes_on(device) is not None
         self._resident = self._data.on(device) if device is not None and isinstance(self._data, Table) else None
 
     def describe(self) -> str:
-        """Return rows, batch size and order."""
+        """Return rows, batch size and order as text."""
         order = "shuffled" if self._settings.shuffle else "in order"
         order = order if self._sampler is None else f"by {type(self._sampler).__name__}"
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
@@ -181,7 +182,7 @@ class Batches(Source):
         return f"{rows}batches of {size} from {self._data.describe()}, {order}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return the batches of `epoch` without its first `skip`, which are not read."""
+        """Return the batches of `epoch` after the first `skip`, which are not read."""
         if not self.in_memory:
             return self._fetched_epoch(epoch, skip)
         self._sought = None
@@ -195,20 +196,20 @@ class Batches(Source):
         return table.slices(order, self._size, rows, part=self._part)
 
     def independent_copy(self) -> Batches:
-        """Return a copy with a position of its own, which does not call `set_epoch`."""
+        """Return a copy with a separate position, which does not call `set_epoch`."""
         other = shallow_copy(self)
         other._sets_epoch, other._stateful = False, None
         other._generators = self._generators.independent_copy()
         return other
 
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
+        """Record that all batches yielded so far were trained."""
         if self._stateful is not None:
             self._stateful.commit()
 
     @property
     def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch; empty where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch; empty if all is exact."""
         return "" if self.data_set is None and self._sampler is None else "; ".join(self._why_inexact())
 
     def _why_inexact(self) -> Iterator[str]:
@@ -219,7 +220,7 @@ class Batches(Source):
         yield from unsaved_generators(self.data_set, collate, self._generators)
 
     def _position(self) -> dict[str, Any]:
-        """Return the seed, the number of passes begun by iteration, and the states of sampler and data set."""
+        """Return the seed, the number of direct iterations, and the states of sampler and data set."""
         stateful = self._stateful
         return {
             "seed": self._seed,
@@ -229,9 +230,9 @@ class Batches(Source):
         }
 
     def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
-        """Set seed and generators to a saved position; DataError where a seed is given that is not the saved one.
+        """Set seed and generators to a saved position; DataError if a given seed differs from the saved one.
 
-        Returns a line where the data set has a state of its own, which was saved on another number of ranks.
+        Returns a line of text if the data set has a state that was saved on another number of ranks.
         """
         check_form(position, seed=is_none_or(lambda seed: type(seed) is int), passes=is_count, generators=is_dict)
         if self._settings.seed not in (None, position["seed"]):
@@ -250,7 +251,7 @@ class Batches(Source):
         return None
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must be the same at a save and a resume."""
         settings = self._settings
         properties = {
             "rows": None if self.is_own_part else len(self._data),
@@ -262,7 +263,7 @@ class Batches(Source):
         return properties if settings.per_rank is None else {**properties, "processes": settings.ranks}
 
     def _measure(self) -> None:
-        """Set length and number of rows; DataError where no batch is left."""
+        """Set length and number of rows; DataError if there is no batch."""
         settings = self._settings
         rows = len(self._data) if self._sampler is None else length_of(self._sampler)
         length = None if rows is None else settings.length(rows)
@@ -288,7 +289,7 @@ class Batches(Source):
             raise DataError(what, fix=f"drop_last=False, or a batch_size of at most {rows}")
 
     def _draw_seed(self) -> int:
-        # Arrays in their own order need no seed: nothing is drawn from the global generator.
+        # Unshuffled arrays need no seed, so nothing is drawn from the global generator.
         if self._seed is None and (self._settings.shuffle or isinstance(self._data, SeededRows)):
             self._seed = int(torch.empty((), dtype=torch.int64).random_())
         return self._seed or 0
@@ -300,7 +301,7 @@ class Batches(Source):
         return torch.randperm(len(self._data), generator=generator)
 
     def _fetched_epoch(self, epoch: int, skip: int) -> Iterator[Any]:
-        """Return the batches of `epoch`, fetched row by row, or in the order of a sampler."""
+        """Return the batches of `epoch`, fetched row by row or in the order of a sampler."""
         sought, self._sought = self._sought, None
         inside = self._generators.epoch == epoch
         self._restarts_if_empty = sought is not None and self._generators.stateful
@@ -326,10 +327,10 @@ class Batches(Source):
         return slices(self._fetch(seed, epoch, indices), indices, part, name=self.describe())
 
     def _row_numbers(self, seed: int, epoch: int, skip: int) -> Iterator[Sequence[int]]:
-        """Return the row numbers of each batch after the first `skip`."""
+        """Return the row indices of each batch after the first `skip`."""
         if self._sampler is not None:
             numbers = self._sampled(self._sampler)
-            draws_ahead = self._part is not None and not self.is_own_part  # the complete order, on all ranks
+            draws_ahead = self._part is not None and not self.is_own_part  # all ranks draw the complete order first
             if self.must_resume and not draws_ahead and not draws_at_most_at_first(self._sampler):
                 numbers = watch_draws(numbers, self._accept_draws)
             return begin_after(numbers, skip, name="the sampler", error=self._empty_sampler)
@@ -355,7 +356,7 @@ class Batches(Source):
         return DataError(what, have=f"drop_last={self._settings.drop_last}", want="at least one batch")
 
     def _fetch(self, seed: int, epoch: int, numbers: Iterator[Sequence[int]]) -> Iterator[Any]:
-        """Return the batches of these row numbers, fetched here or by worker processes."""
+        """Return the batches of these row indices, fetched in this process or by workers."""
         if self._settings.workers:
             return self._fetched_by_workers(seed, epoch, numbers)
         fetch = self._data.fetch
@@ -372,14 +373,14 @@ class Batches(Source):
             num_workers=self._settings.workers,
             collate_fn=_unchanged,
             worker_init_fn=InitWorker(None, {}, None),
-            # A generator of its own: the loader's draw must not change the global one.
+            # A separate generator, so that the draw of the loader does not change the global one.
             generator=torch.Generator().manual_seed(mixed_seed(seed, epoch, 1)),
         )
         return Workers(loader, WorkerStates())
 
 
 class _Request(NamedTuple):
-    """The request of a batch from a worker process."""
+    """The request for a batch to a worker process."""
 
     seed: int
     epoch: int
@@ -401,7 +402,7 @@ def _unchanged(batch: Any) -> Any:
 
 
 def _row_number(row: Any, *, of: int, sampler: Any) -> int:
-    """Return the row number of a sampler as an int; DataError for anything but one of `of` rows."""
+    """Return the row index of a sampler as an int; DataError unless it is from 0 to `of` - 1."""
     number = row if isinstance(row, int) else int(row) if hasattr(row, "__index__") else None
     if number is None or not 0 <= number < of:
         raise DataError(

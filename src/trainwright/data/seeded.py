@@ -1,4 +1,4 @@
-"""Fetches rows of a map-style data set, with draws by (seed, epoch, row) alone; or reads all of them into memory."""
+"""Rows of a map-style data set, fetched with random draws by (seed, epoch, row) only, or read into memory once."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _MASK = (1 << 64) - 1
 
 
 def mixed(*numbers: int) -> int:
-    """Return 64 well-mixed bits of any integers (SplitMix64, Steele, Lea and Flood 2014)."""
+    """Return a 64-bit hash of integers, by SplitMix64 (Steele, Lea and Flood 2014)."""
     state = 0
     for number in numbers:
         state = (state + number + 0x9E3779B97F4A7C15) & _MASK
@@ -35,16 +35,16 @@ def mixed(*numbers: int) -> int:
 
 
 def mixed_seed(*numbers: int) -> int:
-    """Return the lower 32 of these bits, which torch and NumPy take as a seed."""
+    """Return the lower 32 bits of `mixed`, as a seed for torch or NumPy."""
     return mixed(*numbers) & 0xFFFFFFFF
 
 
 class SeededRows:
-    """A map-style data set and its collate function; `fetch` returns a batch.
+    """A map-style data set with its collate function; `fetch` returns a batch.
 
-    Python's, NumPy's and torch's CPU generator are seeded before each row and restored after the batch. A data set
-    with `__getitems__` fetches a complete batch at once, seeded from the batch's first row. Generators of the
-    data set's own, and fresh ones seeded by the operating system, are not reached.
+    The global CPU generators of Python, NumPy and torch are seeded before each row and restored after the batch. A data
+    set with `__getitems__` fetches a complete batch, seeded by its first row. Separate generators of the data set, and
+    new ones seeded by the operating system, are not covered.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any] | None) -> None:
@@ -56,13 +56,13 @@ class SeededRows:
         return len(self.dataset)
 
     def describe(self) -> str:
-        """Return the class of the data set."""
+        """Return the class name of the data set."""
         return type(self.dataset).__name__
 
     def fetch(self, seed: int, epoch: int, rows: Sequence[int]) -> Any:
-        """Return the batch of `rows`, which does not depend on earlier draws of the process."""
+        """Return the batch of `rows`, independent of earlier random draws of the process."""
         base = mixed(seed, epoch)
-        # Row numbers are below 2^63: a draw for the complete batch has a number above.
+        # Row indices are below 2^63; draws for the complete batch use numbers above.
         batch = rows[0] + (1 << 63)
         with _generators_restored():
             if self._has_getitems:
@@ -105,18 +105,18 @@ class SeededRows:
 
 
 def open_rows(data: Any, collate: Callable[[list[Any]], Any] | None) -> Table | SeededRows:
-    """Return the rows of `data`, joined by `collate` where one is given; DataError where `data` have no rows."""
+    """Return the rows of `data`, with `collate` if given; DataError if `data` are no data set of rows."""
     table = table_of(data)
     if table is not None:
         return table if collate is None else SeededRows(TableRows(table), collate)
     check_rows(data, f"batches({type(data).__name__}, ...)")
-    if collate is None:  # a collate function may join rows of any shapes
+    if collate is None:  # a custom collate function may join rows of any shapes
         _refuse_list_of_columns(data)
     return SeededRows(data, collate)
 
 
 def check_rows(data: Any, written: str) -> None:
-    """Raise DataError where data are no map-style data set; `written`: the user's call."""
+    """Raise DataError if data are no map-style data set; `written`: the user's call."""
     if isinstance(data, DataLoader | IterableDataset) or not _is_map_style(data):
         raise DataError(
             f"{written}: no data set of rows",
@@ -152,7 +152,7 @@ def _refuse_list_of_columns(data: Any) -> None:
 
 
 def _fetches_batches(dataset: Any) -> bool:
-    # A Subset always has `__getitems__`; fetched row by row, each row has its own draws.
+    # A Subset always has `__getitems__`, so the data set inside decides.
     if type(dataset) is Subset:
         return _fetches_batches(dataset.dataset)
     return callable(getattr(dataset, "__getitems__", None))
@@ -160,7 +160,7 @@ def _fetches_batches(dataset: Any) -> bool:
 
 def _seed(bits: int) -> None:
     random.seed(bits)
-    # torch and NumPy seed the same Mersenne twister with 32 bits: equal seeds would give equal streams.
+    # Torch and NumPy seed the same Mersenne Twister with 32 bits: equal seeds would give equal streams.
     np.random.seed(bits >> 32)
     torch.default_generator.manual_seed(bits & 0xFFFFFFFF)
 
@@ -176,31 +176,32 @@ def _generators_restored() -> Iterator[None]:
         torch.default_generator.set_state(cpu)
 
 
-# Rows that are read once
+# Rows that are read into memory once.
 
 _BLOCK = 256
-"""Rows that are read, joined and compared in one block."""
+"""The number of rows that are read, collated and compared at a time."""
 _FETCHED = "leave in_memory out: the rows are then fetched in each epoch"
 
 
 class ReadRows(Table):
-    """The rows of a data set that was read into memory."""
+    """The table of a data set that was read into memory."""
 
     def __init__(self, columns: Sequence[Tensor], pack: Callable[[Any], Any] | None, name: str) -> None:
         super().__init__(columns, pack)
         self._name = name
 
     def describe(self) -> str:
-        """Return the location of the rows, and their data set."""
+        """Return the location of the rows and the name of their data set."""
         return f"memory ({self._name}, read once)"
 
 
 def read_into_memory(data: Any, *, collate: Any, workers: Any) -> Table:
-    """Read every row of a map-style data set into memory, twice; a table in memory is returned as it is.
+    """Return a table of all rows of a map-style data set, read twice for comparison; tensors are returned unchanged.
 
-    A batch is then the one of torch's collate function. DataError where the two readings differ, where a row has
-    anything but plain tensors, numbers and arrays, alone or in tuples, lists and dicts, and where rows differ in shape
-    or type; SettingError with a collate function or workers. The process's generators are restored.
+    Batches are those of torch's default collate function. Global generators are restored.
+
+    Raises DataError if the two readings differ, if rows differ in shape or type, or if a row has other values than
+    plain tensors, numbers and arrays in tuples, lists and dicts; SettingError for a collate function or workers.
     """
     _refuse_settings(collate, workers)
     given = open_rows(data, None)
@@ -233,13 +234,13 @@ def _refuse_what_changes(data: Any) -> None:
 
 
 class _Reading:
-    """Reads a data set, some rows at a time, each twice and with other random draws."""
+    """Reads a data set in blocks, each row twice, with different random draws."""
 
     def __init__(self, data: Any) -> None:
         self._rows = SeededRows(data, list)
         self._name = type(data).__name__
         self._kinds: list[tuple[str, str]] = []
-        """The place and the kind of each value of row 0."""
+        """Path and kind of each value of row 0."""
 
     def read(self) -> ReadRows:
         """Return all rows."""
@@ -257,7 +258,7 @@ class _Reading:
         return ReadRows(columns, partial(_packed, form), self._name)
 
     def _joined(self, numbers: range, *, reading: int) -> Any:
-        """Return these rows, joined by torch's collate function."""
+        """Return these rows, collated by torch's default function."""
         fetched: list[Any] = self._rows.fetch(0, reading, numbers)
         if len(fetched) != len(numbers):
             what = f"{self._name}.__getitems__ was given {len(numbers)} row numbers, and returned {len(fetched)} rows"
@@ -295,7 +296,7 @@ class _Reading:
         )
 
     def _allocated(self, first: list[Tensor], rows: int) -> list[Tensor]:
-        """Return memory for all rows, of which `first` are the columns of the first block."""
+        """Return uninitialized columns for all rows; `first`: the columns of the first block."""
         size = sum(part.nbytes // len(part) * rows for part in first)
         room = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") if hasattr(os, "sysconf") else size
         if size > room:
@@ -304,7 +305,7 @@ class _Reading:
         return [torch.empty((rows, *part.shape[1:]), dtype=part.dtype) for part in first]
 
     def _check_same(self, part: Tensor, second: Tensor, *, at: str, start: int) -> None:
-        """Refuse rows that differ in any bit in a second reading."""
+        """Raise DataError for rows that differ in any bit in the second reading."""
         one, two = (tensor.reshape(len(tensor), -1).contiguous().view(torch.uint8) for tensor in (part, second))
         if torch.equal(one, two):
             return
@@ -319,7 +320,7 @@ class _Reading:
 
 
 def _is_array(value: Any) -> bool:
-    """Return whether it is a plain tensor on the CPU, or an array of numbers."""
+    """Return whether a value is a plain CPU tensor or an array of numbers."""
     if isinstance(value, np.ndarray):
         return value.dtype.kind in "biufc"
     plain = type(value) is Tensor and value.layout is torch.strided and value.device.type == "cpu"
@@ -327,6 +328,6 @@ def _is_array(value: Any) -> bool:
 
 
 def _packed(form: Any, columns: Any) -> Any:
-    """Return a batch of these columns, in the containers of `form`."""
+    """Return a batch of these columns in the nested containers of `form`."""
     left = iter(columns)
     return map_tree(lambda _: next(left), form)

@@ -1,4 +1,4 @@
-"""Shards data: each rank runs its slice of every batch, or streams shard themselves by `shard()` and `sharded`."""
+"""Sharding of data: each rank runs its slice of every batch, or streams shard themselves by `shard()` and `sharded`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _END = object()
 
 
 class Sharded:
-    """Data that are this rank's own part already; made by `sharded`."""
+    """Data that are already this rank's part; made by `sharded`."""
 
     def __init__(self, data: Any) -> None:
         given: Any = data.data if isinstance(data, Sharded) else data
-        # A source is marked itself; the copy leaves the user's object unchanged.
+        # A source is copied, since the mark must not change the user's object.
         self.data: Any = copy(given) if isinstance(given, Source) else given
 
     def __repr__(self) -> str:
@@ -37,23 +37,23 @@ class Sharded:
 
 
 def sharded(data: Any) -> Sharded:
-    """Mark `data` as this process's own part already: the parts of all processes hold each row once.
+    """Mark `data` as already sharded: this process reads its part, and the parts of all processes hold each row once.
 
-    Batches and rows are then this process's, and processes may have more or fewer of them. On one process the mark has
-    no effect.
+    Numbers of batches and rows are then those of this process, and may differ between processes. With one process, the
+    mark has no effect.
 
     Args:
-        data: A `DataLoader`, any iterable of batches, `batches(...)` of rows of this process's own, or a function
+        data: A `DataLoader`, an iterable of batches, `batches(...)` of the rows of this process, or a function
             `epoch -> one of these`.
     """
     return Sharded(data)
 
 
 def shard() -> tuple[int, int]:
-    """Return the position of this process and loader worker among all of them, and their number: (index, total).
+    """Return (index, total): the index of this process and dataloader worker among all, and their number.
 
-    For `itertools.islice(rows, index, None, total)` in the `__iter__` of an iterable data set, which then is to be
-    marked by `sharded`. (0, 1) for one process without workers.
+    For `itertools.islice(rows, index, None, total)` in the `__iter__` of an iterable data set; mark the data by
+    `sharded`. (0, 1) for one process without workers.
     """
     part = _here.part
     rank, size = _rank_and_size() if part is None else (part.rank, part.size)
@@ -64,20 +64,20 @@ def shard() -> tuple[int, int]:
 
 class _Here(threading.local):
     part: Shard | None = None
-    """The part of the data that this thread reads; None outside a pass."""
+    """The part of the data that this thread reads; None outside of a pass."""
 
 
 _here = _Here()
 
 
 def set_part(part: Shard | None) -> None:
-    """Set the part that `shard` returns, in a loader's worker process or a thread that reads."""
+    """Set the part that `shard` uses in this thread, such as in a dataloader worker."""
     _here.part = part
 
 
 @contextmanager
 def reading_part(part: Shard) -> Iterator[None]:
-    """A context in which `shard` returns this part."""
+    """Make `shard` use this part inside the block."""
     before = _here.part
     set_part(part)
     try:
@@ -87,7 +87,7 @@ def reading_part(part: Shard) -> Iterator[None]:
 
 
 def read_as(batches: Iterator[Any], part: Shard) -> Iterator[Any]:
-    """Yield `batches`, each read while `shard` returns this part."""
+    """Yield `batches`; `shard` uses this part while each is read."""
     while True:
         with reading_part(part):
             batch = next(batches, _END)
@@ -97,7 +97,7 @@ def read_as(batches: Iterator[Any], part: Shard) -> Iterator[Any]:
 
 
 def saved_by_other_size(name: str, *, role: str) -> DataError:
-    """Return the error of a stream resumed inside an epoch that another number of processes saved."""
+    """Return the error for a resume of a stream inside an epoch that another number of processes saved."""
     return DataError(
         f"{role} data: each process has a part of its own of {name}, which was saved inside an epoch",
         have="another number of processes",
@@ -107,12 +107,12 @@ def saved_by_other_size(name: str, *, role: str) -> DataError:
 
 
 def is_alone_in_job() -> bool:
-    """Return whether the environment names several processes, though this run has only one."""
+    """Return whether the environment states several processes, although this run has one."""
     return not matches_environment(Shard(0, 1))
 
 
 def matches_environment(part: Shard) -> bool:
-    """Return whether the environment gives this process the same rank and number of processes as the run."""
+    """Return whether the environment states the same rank and number of processes as the run."""
     try:
         return _rank_and_size() == (part.rank, part.size)
     except SettingError:
@@ -125,28 +125,28 @@ def _rank_and_size() -> tuple[int, int]:
     return rank_and_size()
 
 
-# Slices of batches
+# Slices of batches.
 
 _RANK_ATTRIBUTES = (("num_replicas", "rank"), ("num_processes", "process_index"), ("world_size", "rank"))
-"""Attributes of samplers with the number of ranks and this rank: torch's, accelerate's, others'."""
+"""Attributes of sharding samplers with the number of ranks and this rank: torch's, Accelerate's, others'."""
 
 
 class ShardedIndices:
-    """One pass over the row indices of all batches: this rank's part of each.
+    """A pass over the row indices of all batches, which yields this rank's part of each.
 
-    All that draws is drawn at the first item or at `draw`, so that all ranks draw it with the same random state.
-    An item that is one index is passed on, and its batch is sliced afterwards.
+    All random draws are made at the first item or in `draw`, so that all ranks draw from the same random state. An item
+    that is a single index is passed on; its batch is sliced after it was read.
     """
 
     def __init__(self, numbers: Iterator[Any], part: Shard, *, limit: int | None, by_lists: bool) -> None:
         self._numbers = numbers
         self._part = part
         self._limit = limit
-        """How many items are drawn at once; None where the first one draws all."""
+        """The most items to draw at once; None if the first item makes all draws."""
         self._by_lists = by_lists
         self._drawn = False
         self.totals: deque[int | None] = deque()
-        """Rows over all ranks of the batches that were requested and not yet yielded; None: to be counted."""
+        """Rows over all ranks of the batches requested but not yet yielded; None: still to be counted."""
 
     def __iter__(self) -> Iterator[Any]:
         return self
@@ -156,7 +156,7 @@ class ShardedIndices:
             self.draw()
         rows = next(self._numbers)
         if not (self._by_lists or isinstance(rows, list | Tensor | np.ndarray)):
-            self.totals.append(None)  # one number, say, of a data set whose items are batches
+            self.totals.append(None)  # a single index, of a data set whose items are batches
             return rows
         rows = rows if isinstance(rows, list | tuple | range | Tensor | np.ndarray) else list(rows)
         self.totals.append(len(rows))
@@ -164,7 +164,7 @@ class ShardedIndices:
         return rows[run.start : run.stop]
 
     def draw(self) -> None:
-        """Draw all items that draw, with the present random state."""
+        """Make all random draws of the pass, from the current random state."""
         self._drawn = True
         first = list(islice(self._numbers, 1 if self._limit is None else self._limit + 1))
         if self._limit is not None and len(first) > self._limit:
@@ -178,20 +178,20 @@ class ShardedIndices:
 
 
 def slices(batches: Iterator[Any], indices: ShardedIndices, part: Shard, *, name: str) -> Iterator[Slice]:
-    """Yield the batches of a pass as slices; complete batches are sliced here."""
+    """Yield the batches of a pass as slices; batches that were read completely are sliced here."""
     for batch in batches:
         total = indices.totals.popleft()
         if total is None:
             total = sliceable_rows(batch, name)
-            batch = slice_rows(batch, part.run(total), of=total)  # noqa: PLW2901 - the complete batch is freed
+            batch = slice_rows(batch, part.run(total), of=total)  # noqa: PLW2901 - frees the complete batch
         yield Slice(batch, len(part.of(total)), total)
 
 
 def read_own_part(begin: Callable[[], Iterator[Any]], part: Shard | None, *, aligned: bool) -> Iterator[Any]:
-    """Return batches that are this rank's own; as slices on several ranks.
+    """Return the batches of this rank's part of the data; on several ranks, as slices.
 
-    With `aligned` all ranks read their first batch with the same random state, because an iterable may shuffle all its
-    rows there before it selects its own. Later batches draw for their rows.
+    `aligned`: whether all ranks read their first batch with the same random state, since an iterable may shuffle all
+    rows there before it selects its part. Later batches draw for different rows.
     """
     place = Shard(0, 1) if part is None else part
     with reading_part(place):
@@ -203,20 +203,20 @@ def read_own_part(begin: Callable[[], Iterator[Any]], part: Shard | None, *, ali
 
 
 def own_slices(batches: Iterator[Any]) -> Iterator[Slice]:
-    """Yield slices of batches that are this rank's own."""
+    """Yield batches of this rank's part of the data as slices."""
     for batch in batches:
         yield Slice(batch, None, None)
 
 
 def read_completely(begin: Callable[[], Iterator[Any]], part: Shard, *, name: str) -> Iterator[Slice]:
-    """Yield slices of complete batches that every rank reads, with the same random state."""
+    """Yield slices of complete batches, which every rank reads with the same random state."""
     return slice_batches(with_common_random_state(begin(), only_first=False), part, name)
 
 
 def with_common_random_state(batches: Iterator[Any], *, only_first: bool) -> Iterator[Any]:
-    """Yield `batches`, read with a random state apart from the process's, which begins as a copy of it.
+    """Yield `batches`, read with a separate random state, which starts as a copy of the global one.
 
-    All ranks begin with the same. `only_first`: the first batch alone.
+    All ranks start with the same state. `only_first`: whether to use it for the first batch only.
     """
     return _with_common_random_state(batches, random_state(), only_first=only_first)
 
@@ -236,9 +236,9 @@ def _with_common_random_state(batches: Iterator[Any], state: dict[str, Any], *, 
 
 
 def draw_limit(sampler: Any) -> int | None:
-    """Return how many items of a sampler to draw at once so that all is drawn; None where the first item does it.
+    """Return the most items to draw from a sampler so that it makes all draws; None if its first item makes them.
 
-    DataError where the sampler has no length.
+    DataError if the sampler has no length.
     """
     if _draws_all_at_first(sampler):
         return None
@@ -250,11 +250,11 @@ def draw_limit(sampler: Any) -> int | None:
             want="a sampler whose __len__ is the number of items of an epoch, so that they are drawn at its start",
             fix=f"def __len__(self) in {name}",
         )
-    return 4 * length + 1000  # lengths of samplers by size are often estimates
+    return 4 * length + 1000  # the length of a sampler is often an estimate
 
 
 def _draws_all_at_first(sampler: Any) -> bool:
-    """Return whether a sampler, after its first item, draws from no generator that is used elsewhere."""
+    """Return whether a sampler makes no draws from shared generators after its first item."""
     if type(sampler) is BatchSampler:
         return _draws_all_at_first(sampler.sampler)
     if type(sampler) is RandomSampler and sampler.generator is not None:
@@ -264,7 +264,7 @@ def _draws_all_at_first(sampler: Any) -> bool:
 
 
 def refuse_loader(loader: DataLoader[Any], *, role: str, processes: int, batch_size: int | None) -> None:
-    """Refuse a loader of a stream, one that shards rows itself, and one whose batches have no fixed order."""
+    """Raise DataError for a loader of a stream, one that shards rows itself, or one without a fixed order."""
     batch_sampler = loader.batch_sampler
     for owner in (loader.sampler, batch_sampler, getattr(batch_sampler, "sampler", None)):
         refuse_sharding_sampler(owner, role=role, processes=processes, batch_size=batch_size)
@@ -279,7 +279,7 @@ def refuse_loader(loader: DataLoader[Any], *, role: str, processes: int, batch_s
 
 
 def refuse_sharding_sampler(owner: Any, *, role: str, processes: int, batch_size: int | None) -> None:
-    """Refuse a sampler that shards rows itself: they would be sharded twice."""
+    """Raise DataError for a sampler that shards rows itself, since they would be sharded twice."""
     for size, rank in _RANK_ATTRIBUTES:
         if not (hasattr(owner, size) and hasattr(owner, rank)) or getattr(owner, size) == 1:
             continue
@@ -296,7 +296,7 @@ def refuse_sharding_sampler(owner: Any, *, role: str, processes: int, batch_size
 
 
 def unsharded_stream(data: Any, *, role: str, processes: int) -> DataError:
-    """Return the error of a stream that every rank would read completely."""
+    """Return the error for a stream that every rank would read completely."""
     of_rows = isinstance(data, DataLoader)
     name = type(data.dataset if of_rows else data).__name__
     read, given = ("rows", "loader") if of_rows else ("batches", "data")
@@ -314,14 +314,14 @@ _Plain = str | bytes | int | float | complex | np.generic | None
 
 
 def slice_batches(batches: Iterator[Any], part: Shard, name: str) -> Iterator[Slice]:
-    """Yield the slice of this rank of each ready batch; DataError, with `name`, for a batch whose rows are unknown."""
+    """Yield this rank's slice of each ready batch; DataError, with `name`, for a batch whose rows are unknown."""
     for batch in batches:
         rows = sliceable_rows(batch, name)
         yield Slice(slice_rows(batch, part.run(rows), of=rows), len(part.of(rows)), rows)
 
 
 def sliceable_rows(batch: Any, name: str) -> int:
-    """Return the rows of a nested batch: the size of all its tensors in dimension 0; DataError where they differ."""
+    """Return the rows of a nested batch: dimension 0 of all its tensors; DataError if they differ, or without one."""
     leaves = list(leaves_of(batch, "batch"))
     lengths = {at: len(leaf) for at, leaf in leaves if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim}
     unknown = [
@@ -339,14 +339,14 @@ def sliceable_rows(batch: Any, name: str) -> int:
 
 
 def slice_rows(batch: Any, rows: range, *, of: int) -> Any:
-    """Return these `rows` of a nested batch of `of` rows; containers keep their types, other values are shared."""
+    """Return `rows` of a nested batch of `of` rows; containers keep their types, values without rows are shared."""
 
     def cut(leaf: Any) -> Any:
         if isinstance(leaf, list | tuple):
             return sequence_like(leaf, leaf[rows.start : rows.stop])
         return leaf[rows.start : rows.stop] if isinstance(leaf, Tensor | np.ndarray) and leaf.ndim else leaf
 
-    def is_list_of_rows(items: Any) -> bool:  # one name, say, for each row
+    def is_list_of_rows(items: Any) -> bool:  # for example one name per row
         if not isinstance(items, list | tuple) or len(items) != of:
             return False
         return all(isinstance(leaf, _Plain) or _is_number(leaf) for _, leaf in leaves_of(items))

@@ -1,4 +1,4 @@
-"""Splits a data set in two at random, for training and for validation."""
+"""`random_split`: splits a data set into two parts at random, for training and validation."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ D = TypeVar("D")
 
 @suggests
 def random_split(data: D, fraction: float, *, seed: int = 0) -> tuple[D, D]:
-    """Return the rows of a data set in two parts, drawn at random: the rest, and `fraction` of the rows.
+    """Split a data set at random into two parts; the second part has `fraction` of the rows.
 
-    Each part is of the same kind, with copies of its rows in the order of the data; of a `Dataset` it is a
-    `torch.utils.data.Subset`. The second part has `round(fraction * rows)` rows, and each part at least one. The parts
-    depend on the number of rows, `fraction` and `seed` alone; the generators of the process are not used. For equal
-    shares of classes: scikit-learn's `train_test_split(x, y, stratify=y)`.
+    The second part has `round(fraction * rows)` rows and the first part all others; each has at least one row. Both
+    parts are containers of the same type, with copies of their rows in the order of the data; for a `Dataset`, a
+    `torch.utils.data.Subset`. The parts depend on the number of rows, `fraction` and `seed` only; global generators are
+    not used. For a stratified split, use scikit-learn's `train_test_split(x, y, stratify=y)`.
 
     >>> from trainwright.data import random_split
     >>> random_split(["a", "b", "c", "d", "e"], 0.4, seed=1)
     (['b', 'c', 'd'], ['a', 'e'])
 
     Args:
-        data: A tensor, an array, a tuple or dict of equally long ones, a list of rows, or a map-style `Dataset`.
-        fraction: The share of the second part, between 0 and 1.
+        data: A tensor, an array, a tuple or dict of tensors or arrays of equal length, a list of rows, or a map-style
+            `Dataset`.
+        fraction: The fraction of rows in the second part, between 0 and 1.
         seed: The seed of the draw.
 
     Raises:
@@ -53,7 +54,7 @@ def random_split(data: D, fraction: float, *, seed: int = 0) -> tuple[D, D]:
 
 
 def _number_of_rows(data: Any) -> int:
-    """Return the number of rows; DataError where data are no data set of rows, or columns differ in length."""
+    """Return the number of rows; DataError if data are no data set of rows, or columns differ in length."""
     if isinstance(data, Tensor | np.ndarray | tuple | dict):
         table = table_of(data)
         assert table is not None
@@ -63,7 +64,7 @@ def _number_of_rows(data: Any) -> int:
 
 
 def _rows_of(data: Any, rows: Tensor) -> Any:
-    """Return some rows of the data in the same container."""
+    """Return rows of the data in a container of the same type."""
     if isinstance(data, Tensor):
         return data.index_select(0, rows.to(data.device))
     if isinstance(data, np.ndarray):

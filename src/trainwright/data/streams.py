@@ -1,4 +1,4 @@
-"""Ready batches, an endless stream that epochs are cut from, the first batches of other data, and no data at all."""
+"""Sources of ready batches: iterables, endless streams cut into epochs, the first batches of other data, no data."""
 
 from __future__ import annotations
 
@@ -35,10 +35,7 @@ _END = object()
 
 
 class ReadyBatches(Source):
-    """Ready batches: a list, or any iterable of them.
-
-    A batch is read only when the loop needs it, and is not changed.
-    """
+    """Ready batches from a list or any iterable, read when the loop needs them, and not changed."""
 
     kind = "ready batches"
     _sets_epoch = True
@@ -49,7 +46,7 @@ class ReadyBatches(Source):
         self._role = role
         self.length = length_of(data)
         self._own_length = self.length
-        """Batches of an epoch; `_own_length` is their length on this rank, whose own part they may be."""
+        """Batches per epoch; `_own_length`: the length on this rank, which may be its part of the data."""
         self._stateful = stateful_data(data)
         self._epoch = -1
         self.repeatable = not hasattr(data, "__next__")
@@ -58,14 +55,14 @@ class ReadyBatches(Source):
             raise self._no_batches()
 
     def describe(self) -> str:
-        """Return the class and the number of batches."""
+        """Return the class and the number of batches as text."""
         name = type(self._data).__name__
         several = "batches" if self.length != 1 else "batch"
         own = " on each process" if self._part is not None and self.is_own_part else ""
         return f"a {name} of batches{own}" if self.length is None else f"a {name} of {self.length:,} {several}"
 
     def shard(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
+        """Make `epoch` yield this rank's `Slice` of each batch; None: complete batches.
 
         DataError for a stream, which each rank would read completely, and for data that shard rows themselves.
         """
@@ -77,7 +74,7 @@ class ReadyBatches(Source):
         self.length = None if part is not None and self.is_own_part else self._own_length
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return the batches of a pass; its first `skip` are read and dropped, unless the data save their position."""
+        """Return the batches after the first `skip`, which are read and dropped unless the data have a state."""
         if self._other_size and skip and self.is_own_part:
             raise saved_by_other_size(self.describe(), role=self._role)
         if self._part is None and (isinstance(self._data, list) or not is_alone_in_job()):
@@ -94,7 +91,7 @@ class ReadyBatches(Source):
         if self._role == "train" and self._sets_epoch:
             set_epoch(epoch, self._data)
             if self.length is not None:
-                self.length = length_of(self._data)  # data may have other lengths from epoch to epoch
+                self.length = length_of(self._data)  # may change between epochs
         if not skip and isinstance(self._data, list) and self._data:
             return iter(self._data)
         if self._stateful is None:
@@ -112,21 +109,21 @@ class ReadyBatches(Source):
         batches: Iterator[Any] = iter(self._data)
         if self._part is None or not self.is_own_part:
             return begin_after(batches, skip, name=self.describe(), error=self._no_batches)
-        deque(islice(batches, skip), maxlen=0)  # one part may be empty, or end before others
+        deque(islice(batches, skip), maxlen=0)  # this rank's part may be empty, or end earlier than others
         return batches
 
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
+        """Record that all batches yielded so far were trained."""
         if self._stateful is not None:
             self._stateful.commit()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must be the same at a save and a resume."""
         return {"batches": None if self.is_own_part else self._own_length}
 
     @property
     def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch, with a fix; empty if all is exact."""
         if isinstance(self._data, list) or self._stateful is not None:
             return ""
         name, again = type(self._data).__name__, "exact only if it yields the same batches again"
@@ -135,19 +132,19 @@ class ReadyBatches(Source):
         return f"a resume reads {name} up to the saved position: {again}; give it state_dict and load_state_dict"
 
     def independent_copy(self) -> ReadyBatches:
-        """Return a copy with a position of its own, which does not call `set_epoch`."""
+        """Return a copy with a separate position, which does not call `set_epoch`."""
         other = shallow_copy(self)
         other._sets_epoch, other._stateful, other._sought = False, None, None
         return other
 
     def _position(self) -> dict[str, Any]:
-        """Return the state of the data; without one the position is the number of batches that were read."""
+        """Return the state of the data, if any; without one, the number of batches is the position."""
         return {"epoch": self._epoch, "state": None if self._stateful is None else self._stateful.position()}
 
     def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
-        """Set the data to a saved position where no epoch follows.
+        """Set the data to a saved position, if no epoch follows.
 
-        On another number of ranks, data of which each has a part of its own continue only at the start of an epoch.
+        With another number of ranks, data with a separate part per rank can continue only at the start of an epoch.
         """
         if self._other_size and self.is_own_part:
             self._sought = position = {**position, "state": None}
@@ -169,15 +166,15 @@ class ReadyBatches(Source):
 
 
 class Continuing(Source):
-    """A source whose epochs are cut from one stream: each continues where the last one stopped.
+    """A source whose epochs are consecutive parts of one stream: each continues where the previous one ended.
 
-    Where the stream ends, the next pass begins; a source that cannot be repeated ends there. It is its own
-    iterator, so that the next epoch continues at the batch where the loop left this one.
+    At the end of the stream, the next pass starts; a source that is not repeatable ends there. The object is its own
+    iterator, so that the next epoch continues where the loop has stopped.
     """
 
     kind = "data cut into epochs by a number of updates"
     _common: dict[str, Any] | None = None
-    """The random state at the start of the next pass, common to all ranks."""
+    """The random state at the start of the next pass, equal on all ranks."""
 
     def __init__(self, source: Source) -> None:
         self._source = source
@@ -189,29 +186,29 @@ class Continuing(Source):
         self._pass = -1
         self._random: dict[str, Any] | None = None
         self._taken = 0
-        """Batches taken from the current pass."""
+        """The number of batches taken from the current pass."""
         self._given = 0
-        """Batches yielded in the current epoch."""
+        """The number of batches yielded in the current epoch."""
         self._committed = (0, 0)
         """Both numbers at the last commit."""
         self._before: dict[str, Any] | None = None
-        """The position of the last commit, if its pass has ended since."""
+        """The position at the last commit, if its pass has ended since then."""
 
     def inner(self) -> Mapping[str, Source]:
-        """Return the source."""
+        """Return the inner source."""
         return {"": self._source}
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must be the same at a save and a resume."""
         return self._source.fingerprint()
 
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
+        """Record that all batches yielded so far were trained."""
         self._committed, self._before = (self._taken, self._given), None
         super().commit()
 
     def independent_copy(self) -> Continuing:
-        """Return a copy with a position of its own."""
+        """Return a copy with a separate position."""
         return shallow_copy(self)
 
     def describe(self) -> str:
@@ -219,12 +216,12 @@ class Continuing(Source):
         return f"{self._source.describe()}, continuing over the epochs"
 
     def shard(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again."""
+        """Make `epoch` yield this rank's `Slice` of each batch; None: complete batches."""
         self._source.shard(part)
         self._part, self.batch_size = part, self._source.batch_size
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return the next epoch of the stream; `skip` batches of it were trained on before a resume."""
+        """Return the next epoch of the stream; `skip`: its batches that were trained before a resume."""
         sought, self._sought = self._sought, None
         if self._part is not None and self._common is None:
             self._common = random_state()
@@ -256,7 +253,7 @@ class Continuing(Source):
         return batch
 
     def position(self) -> Any:
-        """Return the current pass, the number of batches taken from it, and the state from which it is made again."""
+        """Return the current pass, the number of batches taken from it, and the state from which to rebuild it."""
         return self._before or super().position()
 
     def _position(self) -> dict[str, Any]:
@@ -271,7 +268,7 @@ class Continuing(Source):
         }
 
     def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
-        """Set the source to a saved position where no epoch follows."""
+        """Set the source to a saved position, if no epoch follows."""
         if ended and self.repeatable:
             self._source.seek(position["source"], other_size=self._other_size, ended=True)
         elif ended:
@@ -284,7 +281,7 @@ class Continuing(Source):
             self._random = random_state() if self.draws_global_rng else None
             self._stream = self._source.epoch(number, skip)
             return
-        with rng_preserved():  # ranks begin a pass at different times, all with the same random state
+        with rng_preserved():  # ranks start a pass at different times, but with the same random state
             assert self._common is not None
             self._random = self._common
             set_random_state(self._common)
@@ -292,38 +289,38 @@ class Continuing(Source):
             self._common = random_state()
 
     def _rebuild_pass(self, position: dict[str, Any]) -> None:
-        """Make the saved pass again, without the batches that were taken from it."""
+        """Start the saved pass again, after the batches that were taken from it."""
         self._source.seek(position["source"], other_size=self._other_size)
         if self._part is not None:
             self._common = random_state() if position["random"] is None else position["random"]
         self._stream, self._pass, self._taken = None, max(position["pass"] - 1, -1), 0
         if position["taken"]:
-            # The pass draws from its saved random state; the present one of the process is preserved.
+            # The pass draws from its saved random state; the current global state is preserved.
             with rng_preserved():
                 if position["random"] is not None and self._part is None:
                     set_random_state(position["random"])
                 self._begin_pass(position["pass"], position["taken"])
             if self._part is not None and position["next"] is not None:
-                self._common = position["next"]  # a pass that skips batches has drawn more than one that begins
+                self._common = position["next"]  # a pass that skips batches makes more draws than one that starts
 
 
 class NoData(Source):
-    """The source of `fit(None)`: every batch is None, and the steps make their own data. It never ends."""
+    """The source of `fit(None)`: an endless sequence of None; the steps make their data."""
 
     kind = "data that the steps make"
     repeatable = False
     is_own_part = True
 
     def describe(self) -> str:
-        """Return a few words for the header of the console."""
+        """Return a short description for the header of the console."""
         return self.kind
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return None for each batch; of several ranks each makes one row of it."""
+        """Return None for each batch; with several ranks, slices of one row each."""
         return repeat(None) if self._part is None else repeat(Slice(None, 1, self._part.size))
 
     def shard(self, part: Shard | None) -> None:
-        """Have each of several ranks make its own data."""
+        """Set the part of this rank, which makes its own data."""
         self._part = part
 
 
@@ -340,19 +337,19 @@ class FirstBatches(Source):
 
     @property
     def generators(self) -> Sequence[Any]:
-        """The random generators that the data draw from, apart from the process's."""
+        """The random generators from which the data draw, besides the global ones."""
         return self._source.generators
 
     def independent_copy(self) -> FirstBatches:
-        """Return a copy with a position of its own."""
+        """Return a copy with a separate position."""
         return FirstBatches(self._source.independent_copy(), self.most)
 
     def describe(self) -> str:
-        """Return a description of the data, and which batches of them."""
+        """Return a description of the data and of the included batches."""
         return f"{self._source.describe()}: {self.limit}"
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return the first batches of a pass; no further one is read."""
+        """Return the first batches of a pass; no other batch is read."""
         return islice(self._source.epoch(epoch, skip), max(0, self.most - skip))
 
     def fingerprint(self) -> dict[str, Any]:
@@ -361,6 +358,6 @@ class FirstBatches(Source):
 
 
 def first_batches(source: Source, most: int | None) -> Source:
-    """Return a source of the first `most` batches of each pass; the source itself where it has no more."""
+    """Return a source of the first `most` batches of each pass; the source itself if it has no more."""
     has_more = most is not None and (source.length is None or source.length > most)
     return FirstBatches(source, most) if most is not None and has_more else source

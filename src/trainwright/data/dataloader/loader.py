@@ -1,4 +1,4 @@
-"""A user's own `DataLoader`, iterated exactly as the plain loop does, its random draws included."""
+"""`LoaderBatches`: a user's `DataLoader` as a source, iterated exactly as in a plain loop, with the same draws."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ _ALONE = Shard(0, 1)
 
 
 class LoaderBatches(Source):
-    """The batches of a `DataLoader`; raises DataError where it has none.
+    """The batches of a `DataLoader`; DataError if it has none.
 
-    A resume inside an epoch is exact where rows depend only on their index, the sampler and the random states of the
-    processes: the order is drawn again, its first part is skipped unread, and each worker continues from the random
-    state that came with its last batch. Of iterable data sets, and of loaders that override `__iter__`, the first
-    batches are read and dropped.
+    A resume inside an epoch is exact if rows depend only on their index, the sampler and the random states of the
+    processes: the order is drawn again, its first part is skipped without a read, and each worker continues from the
+    random state that came with its last batch. For iterable data sets, and for loaders that override `__iter__`, the
+    first batches are read and dropped.
     """
 
     kind = "a DataLoader"
@@ -66,20 +66,20 @@ class LoaderBatches(Source):
     _sets_epoch = True
     """Whether `set_epoch` of the data set and the samplers is called."""
     _draw_limit: int | None = None
-    """Items of the sampler that all ranks draw at once; None where the first one draws all."""
+    """The most items of the sampler to draw at the start of an epoch; None if its first item makes all draws."""
     _compared = False
     """Whether the first batches of the workers of a stream were compared."""
     in_memory = False
-    """Whether the present pass gathers each batch from tensors in memory."""
+    """Whether the current pass gathers batches from tensors in memory."""
     _keeps_workers: bool | None = None
-    """Whether evaluation uses the loader's persistent workers; None: unless training is inside a pass."""
+    """Whether an evaluation uses the persistent workers of the loader; None: unless training is inside a pass."""
 
     def __init__(self, loader: DataLoader[Any], role: str) -> None:
         self._loader = loader
         self._role = role
         self._record = WorkerStates()
         self._draws_on = False
-        """Whether the sampler has drawn from the process's random state after its first item."""
+        """Whether the sampler has drawn from the global random state after its first item."""
         sampler, batch_sampler = loader.sampler, loader.batch_sampler
         inner = getattr(batch_sampler, "sampler", None)
         self._with_set_epoch = (sampler, batch_sampler, inner, loader.dataset)
@@ -88,7 +88,7 @@ class LoaderBatches(Source):
         )
         self._stateful = stateful_data(loader)
         self.length = self._own_length = length_of(loader)
-        """Batches of an epoch; `_own_length` is the loader's length on this rank, whose own part it may be."""
+        """Batches per epoch; `_own_length`: the loader's length on this rank, which may be its part of the data."""
         size = getattr(batch_sampler, "batch_size", None)
         self.batch_size = size if isinstance(size, int) else None
         self._drops_last = bool(getattr(batch_sampler, "drop_last", False))
@@ -100,13 +100,13 @@ class LoaderBatches(Source):
             raise self._no_batches()
 
     def _measure(self) -> None:
-        """Read the length of the loader: that of a batch sampler may change from epoch to epoch."""
+        """Update the length, since that of a batch sampler may change between epochs."""
         if self.length is not None:
             self.length = length_of(self._loader)
             self._own_length = self.length
 
     def describe(self) -> str:
-        """Return rows, batch size, workers and, if the rows are not shuffled, their order."""
+        """Return as text the rows, batch size and workers and, if the rows are not shuffled, their order."""
         rows = "" if self.rows is None else f"{self.rows:,} rows in "
         size = "batches" if self.batch_size is None else f"batches of {self.batch_size}"
         if self._part is not None and self.batch_size is not None and not self.is_own_part:
@@ -123,10 +123,10 @@ class LoaderBatches(Source):
         return type(by) is BatchSampler and type(by.sampler) is SequentialSampler
 
     def shard(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
+        """Make `epoch` yield this rank's `Slice` of each batch; None: complete batches.
 
-        DataError for data that cannot be sharded: a stream, a loader that shards rows itself, one whose order cannot be
-        drawn alike on all ranks.
+        DataError for data that cannot be sharded: a stream, a loader that shards rows itself, or one whose order cannot
+        be drawn equally on all ranks.
         """
         if part is not None and not self.is_own_part:
             refuse_loader(self._loader, role=self._role, processes=part.size, batch_size=self.batch_size)
@@ -136,7 +136,7 @@ class LoaderBatches(Source):
         self.length, self.rows = (None, None) if apart else (self._own_length, self._own_rows)
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return one pass over the loader without its first `skip` batches; the draws for all batches are made."""
+        """Return a pass over the loader without its first `skip` batches, but with the draws for all of them."""
         stream = isinstance(self._loader.dataset, IterableDataset)
         if self._other_size and skip and self.is_own_part:
             raise saved_by_other_size(self.describe(), role=self._role)
@@ -158,24 +158,24 @@ class LoaderBatches(Source):
 
     @property
     def _fetches_own_rows(self) -> bool:
-        """Whether this rank fetches its rows of a batch alone."""
+        """Whether this rank fetches only its own rows of a batch."""
         return self._part is not None and self.fetches_by_index
 
     @property
     def fetches_by_index(self) -> bool:
-        """Whether a rank can fetch its rows of a batch alone; else it reads complete batches."""
+        """Whether a rank can fetch only its own rows of a batch; else it reads complete batches."""
         return has_twin(self._loader) and not iterates_itself(self._loader) and not self.is_own_part
 
     @property
     def _differs_by_rank(self) -> bool:
-        """Whether the ranks of a run read different rows; else each reads complete batches."""
+        """Whether ranks read different rows; else each reads complete batches."""
         return self.fetches_by_index or self.is_own_part
 
     def _begin_pass(self, epoch: int, skip: int) -> Iterator[Any]:
         sought, self._sought = self._sought, None
         apart = self._part is not None and self.is_own_part
         if apart and self._own_length is not None:
-            skip = min(skip, self._own_length)  # other ranks may have more
+            skip = min(skip, self._own_length)  # other ranks may have more batches
         inside = sought is not None and self._generators.epoch == epoch
         mode = self._skip_mode(sought)
         unread = skip if mode == "skip" else 0
@@ -192,7 +192,7 @@ class LoaderBatches(Source):
         iterator = self._start_pass(unread)
         past = skip if mode == "past" else 0
         if apart:
-            deque(islice(iterator, past), maxlen=0)  # one part may be empty, or end before others
+            deque(islice(iterator, past), maxlen=0)  # this rank's part may be empty, or end earlier than others
         elif past or not skip:
             iterator = begin_after(iterator, past, name=self.describe(), error=self._no_batches)
         if sought is not None and mode != "seek":
@@ -200,13 +200,13 @@ class LoaderBatches(Source):
         return iterator if self._stateful is None else self._stateful.count(iterator, skip)
 
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
+        """Record that all batches yielded so far were trained."""
         self._record.commit()
         if self._stateful is not None:
             self._stateful.commit()
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must be the same at a save and a resume."""
         loader = self._loader
         samplers = (loader.sampler, loader.batch_sampler)
         has_no_rows = self.is_own_part or isinstance(loader.dataset, IterableDataset)
@@ -219,27 +219,27 @@ class LoaderBatches(Source):
 
     @property
     def resume_caveat(self) -> str:
-        """A line on what may be inexact in a resume inside an epoch, with a fix; empty where nothing is."""
+        """A line on what may be inexact in a resume inside an epoch, with a fix; empty if all is exact."""
         return "; ".join(_why_inexact(self._loader, self._generators))
 
     def independent_copy(self) -> LoaderBatches:
-        """Return a copy with a position of its own, which does not call `set_epoch`."""
+        """Return a copy with a separate position, which does not call `set_epoch`."""
         other = shallow_copy(self)
         other._sets_epoch, other._sought, other._stateful = False, None, None
         other._generators = self._generators.independent_copy()
         return other
 
     def keep_workers(self, *, keeps: bool) -> None:
-        """Set whether this source uses the loader's persistent workers, or training alone does."""
+        """Set whether this source uses the persistent workers of the loader, not only training."""
         self._keeps_workers = keeps
 
     @property
     def generators(self) -> list[Any]:
-        """The loader's and samplers' own random generators: an evaluation restores them."""
+        """The random generators of loader and samplers, which an evaluation restores."""
         return self._generators.found
 
     def _position(self) -> dict[str, Any]:
-        """Return the states of the loader's and samplers' own generators, and the random states of the workers."""
+        """Return the states of generators, samplers, workers and data set."""
         return {
             "generators": self._generators.position(),
             "workers": self._record.position(self._loader.num_workers),
@@ -250,15 +250,15 @@ class LoaderBatches(Source):
     def _seek(self, position: dict[str, Any], *, ended: bool) -> str | None:
         """Set the generators to a saved position.
 
-        Returns a line where the rows will be the same, and the random draws in workers will not. On another number of
-        ranks, a stream of which each has a part of its own continues only at the start of an epoch.
+        Returns a line of text if rows will be the same but random draws in workers will not. With another number of
+        ranks, a stream with a separate part per rank can continue only at the start of an epoch.
         """
         have, saved = self._loader.num_workers, position["workers"]["number"]
         lines = []
         if have != saved:
             same = "the rows are the same, their random draws are not"
             lines.append(f"resumed with num_workers={have}, saved with {saved}: {same}")
-        if self._other_size and self._differs_by_rank:  # else each rank reads all batches, as rank 0 did
+        if self._other_size and self._differs_by_rank:  # otherwise each rank reads all batches, as rank 0 did
             self._sought = position = {**position, "workers": WorkerStates().position(have)}
             if self.is_own_part:
                 position["state"] = None
@@ -273,13 +273,13 @@ class LoaderBatches(Source):
 
     @property
     def other_size_note(self) -> str:
-        """A line on what differs after a resume on another number of processes; empty where nothing does."""
+        """A line on the differences after a resume on another number of processes; empty if there are none."""
         if not self._loader.num_workers or not self._differs_by_rank:
             return ""
         return "resumed on another number of processes: the rows are the same, the random draws of workers are not"
 
     def _skip_mode(self, sought: dict[str, Any] | None) -> str:
-        """Return how the first batches are skipped: "skip" in the order, "past" by reading them, "seek" by the data."""
+        """Return how to skip batches: "skip" (in the order), "past" (read and drop) or "seek" (by the data's state)."""
         loader = self._loader
         if sought is not None and self._stateful is not None and not self._stateful.rows_by_index:
             return "seek"
@@ -294,7 +294,7 @@ class LoaderBatches(Source):
             return
         persistent = self._loader.persistent_workers
         if persistent:
-            set_persistent_iterator(self._loader, None)  # its workers are in another state
+            set_persistent_iterator(self._loader, None)  # its workers have other random states
         if workers["seed"] is None or not (inside or persistent):
             return
         record.restore(workers, given=given, inside=inside)
@@ -312,7 +312,7 @@ class LoaderBatches(Source):
             self._stateful.seek(position["state"], given=given)
 
     def _start_pass(self, skip: int) -> Iterator[Any]:
-        """Return a pass after `skip` batches of the order, which is drawn now, with the present random state."""
+        """Return a pass after `skip` batches of the order, which is drawn now from the current random state."""
         loader, order = self._loader, self._order
         order.skip = skip
         if self._part is not None and self.fetches_by_index:
@@ -334,7 +334,7 @@ class LoaderBatches(Source):
         return iterator
 
     def _iterator(self) -> Iterator[Any]:
-        """Return a pass over the loader, with new workers where the persistent ones belong to another pass."""
+        """Return a pass over the loader, with new workers if the persistent ones are in use by another pass."""
         loader: Any = self._loader
         order = self._order
         changes_order = order.skip or order.on_draw or order.restarts_if_empty or order.shard
@@ -357,7 +357,7 @@ class LoaderBatches(Source):
         return batches
 
     def _start_workers(self, stand_in: Any, seed: int | None = None) -> Workers:
-        """Start new workers of the loader."""
+        """Start new workers for the loader."""
         stand_in.check_worker_number_rationality()
         sends_states = stand_in.persistent_workers or self._role == "train"
         collate = StateSendingCollate(stand_in.collate_fn) if sends_states else None
@@ -365,11 +365,11 @@ class LoaderBatches(Source):
         init = InitWorker(stand_in.worker_init_fn, self._record.states, collate, part=part)
         attributes = {} if collate is None else {"collate_fn": collate}
         prepared = view(stand_in, self._order, worker_init_fn=init, **attributes)
-        apart = self._fetches_own_rows or self.is_own_part  # else the workers of all ranks read the same batches
+        apart = self._fetches_own_rows or self.is_own_part  # otherwise the workers of all ranks read the same batches
         return Workers(prepared, self._record, seed=seed, first=self._first_worker(), rank=part.rank if apart else 0)
 
     def _first_worker(self) -> int:
-        """Return the worker of the first batch in a pass that begins in the middle."""
+        """Return the worker for the first batch of a pass that starts in the middle."""
         loader: Any = self._loader
         return self._order.skip % loader.num_workers if getattr(loader, "in_order", True) else 0
 
@@ -379,7 +379,7 @@ class LoaderBatches(Source):
         self._draws_on = True
 
     def _sampled_rows(self) -> int | None:
-        """Return the rows that torch's own BatchSampler samples; None for another sampler or an iterable data set."""
+        """Return the rows per epoch of torch's BatchSampler; None for another sampler or an iterable data set."""
         batch_sampler = self._loader.batch_sampler
         if type(batch_sampler) is not BatchSampler or isinstance(self._loader.dataset, IterableDataset):
             return None
@@ -407,7 +407,7 @@ def _index_sampler(loader: DataLoader[Any]) -> Any:
 
 
 def _why_inexact(loader: DataLoader[Any], generators: Generators) -> Iterator[str]:
-    """Yield the reasons why a resume inside an epoch may be inexact, each with a fix."""
+    """Yield the reasons for which a resume inside an epoch may be inexact, each with a fix."""
     name, data_name = type(loader).__name__, type(loader.dataset).__name__
     same = "exact only if they yield the same again"
     if is_stateful(loader):

@@ -1,4 +1,4 @@
-"""The order of a loader's batches, from any position, and a twin of the loader that is iterated in it."""
+"""The order of a loader's batches from any position, and a twin of the loader that is iterated in this order."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ _END = object()
 
 
 class Order:
-    """A sampler or batch sampler, iterated as often as torch iterates it.
+    """Wraps a sampler or batch sampler; torch iterates it as it would iterate the original.
 
-    The first `skip` items of each new pass are drawn and dropped, at the first item or at `drop_skipped`. `on_draw` is
-    called where an item after the first has changed a random state of the process.
+    The first `skip` items of a new pass are drawn and dropped, at the first item or in `drop_skipped`. `on_draw` is
+    called if an item after the first one has changed a global random state.
     """
 
     def __init__(self, given: Iterable[Any], *, name: str) -> None:
@@ -44,12 +44,12 @@ class Order:
         self.shard: Callable[[Iterator[Any]], ShardedIndices] | None = None
         """Shards the indices of a new pass for this rank; None on a single rank."""
         self.sharded: ShardedIndices | None = None
-        """The last pass, where it was sharded."""
+        """The last sharded pass."""
         self.skip = 0
         self.is_empty = False
-        """Whether passes are empty: persistent workers are started by an empty one."""
+        """Whether passes are empty, as for the start of persistent workers."""
         self.restarts_if_empty = False
-        """Whether a sampler with a loaded state begins its next pass where that state was the end of one."""
+        """Whether to start a new pass if a sampler's loaded state was the end of a pass."""
         self.on_draw: Callable[[], None] | None = None
 
     def __len__(self) -> int:
@@ -71,7 +71,7 @@ class Order:
         return numbers
 
     def drop_skipped(self) -> None:
-        """Draw the skipped items now, with the present random state; on several ranks all that the pass draws."""
+        """Draw the skipped items now, from the current random state; on several ranks, make all draws of the pass."""
         if self.shard is not None and self.sharded is not None:
             self.sharded.draw()
         elif self._rest is not None:
@@ -100,7 +100,7 @@ class _Rest:
 
 
 def watch_draws(numbers: Iterator[Any], on_draw: Callable[[], None]) -> Iterator[Any]:
-    """Yield `numbers`; call `on_draw` where an item after the first has changed a random state of the process."""
+    """Yield `numbers`; call `on_draw` if an item after the first one has changed a global random state."""
     for first in numbers:
         yield first
         break
@@ -114,16 +114,16 @@ def watch_draws(numbers: Iterator[Any], on_draw: Callable[[], None]) -> Iterator
 
 
 def _call_and_compare(draw: Callable[[], Any]) -> tuple[Any, bool]:
-    """Return the result of a call, and whether it has changed a random state of the process on the host."""
+    """Return the result of a call, and whether it has changed a global random state on the host."""
     before = host_random_state()
     item = draw()
     return item, _differ(before, host_random_state())
 
 
 def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
-    """Refuse a sampler that draws from the process's random state after its first item, as training does too.
+    """Warn of a sampler that draws from the global random state after its first item, mixed with draws of training.
 
-    DataError with workers, whose batches are requested ahead: no resume inside an epoch is exact. Else a warning.
+    DataError with workers: batches are requested ahead, so that no resume inside an epoch is exact.
     """
     name = type(sampler.sampler if type(sampler) is BatchSampler else sampler).__name__
     what = f"{role} data: the sampler {name} draws from the process's random state while it is iterated"
@@ -137,7 +137,7 @@ def refuse_draws(sampler: Any, *, workers: int, role: str) -> None:
 
 
 def restarted_if_empty(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator[Any]:
-    """Yield `numbers`; where there are none, as after the state of a pass's end was loaded, a new pass over `given`."""
+    """Yield `numbers`; if there are none, since the end of a pass was loaded, yield a new pass over `given`."""
     first = next(numbers, _END)
     if first is _END:
         numbers = iter(given)
@@ -147,7 +147,7 @@ def restarted_if_empty(given: Iterable[Any], numbers: Iterator[Any]) -> Iterator
 
 
 def draws_at_most_at_first(sampler: Any) -> bool:
-    """Return whether a sampler is known not to draw from the process's random state after its first item."""
+    """Return whether a sampler is known to make no draws from the global random state after its first item."""
     if type(sampler) is BatchSampler:
         return draws_at_most_at_first(sampler.sampler)
     return type(sampler) in (*_TORCH_SAMPLERS, list, tuple, range)
@@ -156,20 +156,20 @@ def draws_at_most_at_first(sampler: Any) -> bool:
 def _differ(before: dict[str, Any], after: dict[str, Any]) -> bool:
     if before["python"] != after["python"] or not torch.equal(before["torch"], after["torch"]):
         return True
-    # NumPy's state is the same object until it moves, unless it holds a second normal deviate.
+    # NumPy's state is the same object until it changes, unless a second normal deviate is cached.
     return before["numpy"] is not after["numpy"] and repr(before["numpy"]) != repr(after["numpy"])
 
 
 class Twin:
-    """The mixin of a twin, a subclass of the loader's class whose `__iter__` it runs.
+    """Mixin for the class of a twin, which derives from the loader's class and uses its `__iter__`.
 
-    Twin and loader share one `__dict__`, persistent workers included.
+    Twin and loader share one `__dict__`, including persistent workers.
     """
 
     __slots__ = ("make_iterator", "order")
     order: Order
     make_iterator: Callable[[Any], Any] | None
-    """Makes the iterator over worker processes; None for torch's own."""
+    """Makes the iterator over worker processes; None for torch's iterator."""
 
     @property
     def _index_sampler(self) -> Order:
@@ -181,7 +181,7 @@ class Twin:
 
 
 def has_twin(loader: DataLoader[Any]) -> bool:
-    """Return whether a twin can replace the loader: its class does not override how iterators are made."""
+    """Return whether a twin can replace the loader: its class does not override torch's `LOADER_HOOKS`."""
     kind: Any = type(loader)
     known = all(getattr(kind, name) is getattr(DataLoader, name) for name in LOADER_HOOKS)
     return known and not any(vars(base).get("__slots__") for base in kind.__mro__)
@@ -198,7 +198,7 @@ def twin(loader: DataLoader[Any], order: Order, make_iterator: Callable[[Any], A
 
 
 def view(loader: Any, order: Order, **instead: Any) -> Any:
-    """Return a twin with other attributes `instead`, from which torch's iterator is made."""
+    """Return a twin with the attributes `instead` replaced, for torch's iterator."""
     return _with_attributes(loader, {**vars(loader), **instead}, order, make_iterator=None)
 
 

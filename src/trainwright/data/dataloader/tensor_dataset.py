@@ -1,4 +1,4 @@
-"""A `DataLoader` over a `TensorDataset`: torch's order and draws, and one `index_select` for each batch."""
+"""A `DataLoader` over a `TensorDataset`: torch's order and draws, but one `index_select` per batch."""
 
 from __future__ import annotations
 
@@ -35,15 +35,15 @@ from trainwright.core.torch_private import (
 from trainwright.data.arrays import Table
 
 _INTEGERS = frozenset({int, np.int32, np.int64})
-"""Types by which a tensor is indexed row by row, in a list of any of them."""
+"""Types of row indices in a list that index a tensor like an int64 tensor does."""
 
 
 def index_select_batches(loader: DataLoader[Any], iterator: Iterator[Any]) -> Iterator[Any]:
     """Return the batches of torch's `iterator` over a loader, bit for bit, without Python code per row.
 
-    `loader` is a plain `DataLoader` over a `TensorDataset`, or subsets of one, with torch's collate function, without
-    workers and pinned memory; any other `iterator` is returned as it is. torch has begun the pass: its first draws are
-    made, and the row indices come from its own iterator over the sampler.
+    Applies to a plain `DataLoader` over a `TensorDataset` or subsets of one, with torch's collate function, without
+    workers and pinned memory; for others, `iterator` is returned unchanged. Torch has already started the pass and made
+    its first draws; the row indices come from its iterator over the sampler.
     """
     fetcher: Any = host_fetcher(iterator) if type(loader) is DataLoader else None
     if fetcher is None or not fetcher.auto_collation or not _is_default_collate(fetcher.collate_fn):
@@ -58,10 +58,10 @@ def index_select_batches(loader: DataLoader[Any], iterator: Iterator[Any]) -> It
 
 
 def tensor_table(data: Any) -> Table | None:
-    """Return the table of a `TensorDataset` or of subsets of one, whose batches are those that torch collates.
+    """Return the table of a `TensorDataset` or of subsets of one, with the batches that torch collates.
 
-    None for other data, and where a batch by `index_select` could differ: memory format, gradients, subclasses of
-    tensors, indices out of range.
+    None for other data, and if a batch by `index_select` could differ, because of memory format, gradients, subclasses
+    of Tensor or indices out of range.
     """
     if type(data) is Subset:
         inner = tensor_table(data.dataset)
@@ -76,7 +76,7 @@ def tensor_table(data: Any) -> Table | None:
 
 
 def _is_default_collate(collate: Any) -> bool:
-    """Return whether it is torch's collate function with torch's rule for tensors: users may add to its map."""
+    """Return whether a function is torch's default collate, with torch's rules for tensors and tuples unchanged."""
     known = default_collate_fn_map
     if collate is not default_collate or known.get(Tensor) is not collate_tensor_fn:
         return False
@@ -88,7 +88,7 @@ def _is_plain(column: Any) -> bool:
         return False
     if column.is_nested or column.is_quantized or column.is_conj() or column.is_neg() or not column.ndim:
         return False
-    # Convolutions and matrix products choose their order of additions by the strides.
+    # The strides may determine the summation order of convolutions and matrix products.
     wanted = 1
     for size, stride in zip(reversed(column.shape), reversed(column.stride()), strict=True):
         if stride != wanted:
@@ -98,7 +98,7 @@ def _is_plain(column: Any) -> bool:
 
 
 def _subset_indices(indices: Any, rows: int) -> Tensor | None:
-    """Return the indices of a subset, counted from 0; None where they are no integers, or out of range."""
+    """Return the indices of a subset as non-negative numbers; None if they are no integers or out of range."""
     at = _as_indices(indices)
     if at is None or not bool(((at >= -rows) & (at < rows)).all()):
         return None
@@ -106,7 +106,7 @@ def _subset_indices(indices: Any, rows: int) -> Tensor | None:
 
 
 def _as_indices(rows: Any) -> Tensor | None:
-    """Return row indices as a tensor, int64 on the CPU; None where they are no integers, and for an empty list."""
+    """Return row indices as an int64 CPU tensor; None if they are no integers, or empty."""
     if isinstance(rows, list | tuple | range):
         if not rows or not _INTEGERS.issuperset(map(type, rows)):
             return None
@@ -122,13 +122,13 @@ def _as_indices(rows: Any) -> Tensor | None:
 
 
 class _FetchRows:
-    """Fetches batches by `index_select`; torch fetches those whose indices a tensor would treat otherwise."""
+    """Fetches batches by `index_select`; uses torch's fetcher for indices that `index_select` treats differently."""
 
     def __init__(self, table: Table, fetcher: Any) -> None:
         self._table = table
         self._fetcher = fetcher
         self._checks = table.columns[0].device.type != "cpu"
-        """Whether to check the range first: on a device the error of an index comes too late."""
+        """Whether to check the range first: on a device, an index error is raised too late."""
 
     def __call__(self, rows: Any) -> Any:
         """Return the batch of `rows`."""
@@ -146,17 +146,17 @@ class _FetchRows:
 
 
 class _Draws(NamedTuple):
-    """The draws of one of torch's samplers in a pass."""
+    """The draws of a torch sampler in one pass."""
 
     order: Tensor | None
     """The row indices; None: all rows in order."""
     rows: int
     generator: torch.Generator | None = None
-    """The generator of a second order, which torch draws where more rows are requested than there are."""
+    """The generator from which torch draws a second order, at the end of the rows."""
 
 
 def _draw_order(sampler: Any) -> _Draws:
-    """Make the draws of a known sampler at its first row."""
+    """Make and return the draws that a known sampler makes at its first row."""
     if type(sampler) is SequentialSampler:
         return _Draws(None, len(sampler))
     if type(sampler) is WeightedRandomSampler:
@@ -176,7 +176,7 @@ def _draw_order(sampler: Any) -> _Draws:
 
 
 def _replay_pass(table: Table, given: BatchSampler) -> Iterator[Iterator[Any]]:
-    """Yield the batches of a known sampler, and draw where torch's sampler does: at the first row, after the last."""
+    """Yield the batches of a known sampler; draw when torch's sampler does, at the first row and after the last."""
     drawn, size = _draw_order(given.sampler), given.batch_size
     full = drawn.rows // size * size
     yield table.batches(drawn.order, size, range(full))
@@ -187,7 +187,7 @@ def _replay_pass(table: Table, given: BatchSampler) -> Iterator[Iterator[Any]]:
 
 
 def _is_known(sampler: Any, rows: int) -> bool:
-    """Return whether this module can make the draws of the sampler, and all its indices are below `rows`."""
+    """Return whether this module can repeat the draws of a sampler, and all indices are below `rows`."""
     kind: Any = type(sampler)
     if kind is WeightedRandomSampler:
         fits = len(sampler.weights) <= rows
@@ -204,14 +204,14 @@ def _is_known(sampler: Any, rows: int) -> bool:
 
 @cache
 def _draws_like_torch(kind: type[Sampler[int]]) -> bool:
-    """Return whether this version of torch yields the same indices and generator states; tried once for each class."""
+    """Return whether this torch version yields the same indices and generator states; tried once per class."""
     own = [False] if kind is SequentialSampler else [False, True]
     with rng_preserved():
         return all(_trial_pass(kind, own=one, ours=False) == _trial_pass(kind, own=one, ours=True) for one in own)
 
 
 def _trial_pass(kind: Any, *, own: bool, ours: bool) -> list[list[int]]:
-    """Return the indices of a pass over seven rows, and the states of all generators at its end."""
+    """Return the indices of a pass over seven rows and the states of all generators after it."""
     torch.default_generator.manual_seed(5)
     settings: dict[str, Any] = {"generator": torch.Generator().manual_seed(5)} if own else {}
     weighted = kind is WeightedRandomSampler

@@ -1,4 +1,4 @@
-"""Worker processes of a loader: they send their random states with the batches, and their errors are explained."""
+"""Worker processes of a loader, which send their random states with the batches; notes on their errors."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from trainwright.data.sharding import set_part
 from trainwright.distributed.mesh import Shard
 
 HANGS_AFTER = 600.0
-"""Seconds without a batch from any worker after which a loader without `timeout` is taken to hang."""
+"""Seconds without a batch from any worker after which a loader without `timeout` counts as hanging."""
 
 
 class WorkerStates:
@@ -49,22 +49,22 @@ class WorkerStates:
 
     def __init__(self, given: int = 0) -> None:
         self.states: dict[int, State] = {}
-        """By worker, the states that have changed since its start."""
+        """By worker: the states that have changed since its start."""
         self.seed: int | None = None
-        """The seed of the workers; None where there are none, or where they were started outside of this module."""
+        """The seed of the workers; None without workers, or if they were not started by this module."""
         self.given = self.committed = given
-        """Batches of the epoch that were yielded, and those of them that were trained on."""
+        """The number of batches of the epoch that were yielded, and of those that were trained."""
         self.before: dict[int, State | None] = {}
-        """The states at the last commit of the workers whose states have changed since."""
+        """The states at the last commit, of workers whose states have changed since."""
         self.start: dict[int, State] = {}
-        """The states that persistent workers had when the pass began."""
+        """The states of persistent workers at the start of the pass."""
         self.persisted = False
         """Whether the workers were started before the pass."""
         self.ended: dict[int, State] = {}
-        """The states of workers after the end of an iterable data set, for those whose pass is over."""
+        """The states of workers whose pass over an iterable data set has ended."""
 
     def commit(self) -> None:
-        """Record that all batches yielded so far are trained on."""
+        """Record that all batches yielded so far were trained."""
         self.committed = self.given
         self.before.clear()
 
@@ -92,7 +92,7 @@ class WorkerStates:
         }
 
     def restore(self, position: dict[str, Any], *, given: int | None, inside: bool) -> None:
-        """Restore the states after `given` batches of the pass; None: at its start, or at its end if not `inside`."""
+        """Restore the states after `given` batches of the pass; None: its start, or its end if not `inside`."""
         if given not in (None, position["given"]):
             raise no_state_error(position["given"], given)
         if not inside:
@@ -102,16 +102,16 @@ class WorkerStates:
 
 
 class Workers(LoaderWorkers):  # type: ignore[misc]
-    """torch's iterator over the worker processes of a loader, with a given seed and a given first worker.
+    """torch's iterator over the worker processes of a loader, with a given seed and first worker.
 
-    `first` is the worker that fetches the first batch of the next pass; in later passes that is number 0 again.
+    `first`: the worker that fetches the first batch of the next pass; in later passes it is worker 0 again.
     """
 
     _failed: tuple[int, int] | None = None
     """The task that failed, and the worker that sent the error."""
 
     _broken = False
-    """Whether a worker has died or hangs: the workers are killed at the end, not joined."""
+    """Whether a worker has died or hangs, so that workers are killed at the end, not joined."""
 
     def __init__(
         self, loader: Any, record: WorkerStates, *, seed: int | None = None, first: int = 0, rank: int = 0
@@ -128,14 +128,14 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
         except BaseException:
             self._broken = True
             if is_started(self):
-                self._shutdown_workers()  # the error refers to this object: it would be collected too late
+                self._shutdown_workers()  # now, since the error keeps a reference to this object
             raise
         record.seed = self._base_seed
         _POOLS.add(self)
 
     def __next__(self) -> Any:
         try:
-            error_if_any_worker_fails()  # one that died between two batches
+            error_if_any_worker_fails()  # a worker may have died between two batches
             given = super().__next__()
         except StopIteration:
             raise
@@ -151,13 +151,13 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
         return batch
 
     def begin_next_pass(self, record: WorkerStates, order: Any, *, first: int) -> None:
-        """Begin the next pass in this order and with a new record, which takes over the states of the last one."""
+        """Begin the next pass with this order and a new record, which continues with the states of the last one."""
         record.states, record.seed, record.persisted = self.record.states, self.record.seed, True
         record.start = dict(record.states)
         self.record, self._index_sampler, self.first = record, order, first
 
     def explain(self, error: Exception) -> None:
-        """Add a note to an error: the worker, the rows that were requested of it, and a fix."""
+        """Add a note to an error, with the worker, the rows requested from it, and a fix."""
         pids = [process.pid or 0 for process in self._workers]
         if self._failed is not None:
             task, worker = self._failed
@@ -174,7 +174,7 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
         self._task_rows.clear()
         self._failed, self._idle = None, 0.0
         super()._reset(loader, first_iter)
-        if self.first:  # else a worker would continue from the random state of another, without an error
+        if self.first:  # otherwise a worker would silently continue from the random state of another
             raise DataError(f"torch {torch.__version__} has no setting for the first worker of a loader")
 
     def _next_index(self) -> Any:
@@ -206,7 +206,7 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
             self.kill()
         super()._shutdown_workers()
         if is_shut_down(self, default=False):
-            self.kill()  # a worker that hangs ignores torch's SIGTERM
+            self.kill()  # a hanging worker ignores torch's SIGTERM
 
     def kill(self) -> None:
         """Kill the workers that are still alive."""
@@ -217,14 +217,14 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
             if process.is_alive():
                 process.kill()
 
-    # torch draws the seed in any case; workers that continue a saved pass have the seed of that pass.
+    # Torch always draws a seed; workers that continue a saved pass use the seed of that pass instead.
     @property
     def _base_seed(self) -> int:
         return self._seed
 
     @_base_seed.setter
     def _base_seed(self, drawn: int) -> None:
-        # All ranks draw the same seed here; the workers of each rank draw for rows of their own.
+        # All ranks draw the same seed here, but their workers fetch different rows: mix in the rank.
         own = mixed(drawn, self._own_rank) >> 2 if self._own_rank else drawn
         self._seed = own if self._given_seed is None else self._given_seed
 
@@ -240,16 +240,16 @@ class Workers(LoaderWorkers):  # type: ignore[misc]
 
 
 def _is_closed(queue: Any) -> bool:
-    """Whether garbage collection has closed a queue before its iterator: workers will not receive the end."""
+    """Return whether garbage collection has closed a queue before its iterator, so that workers never get the end."""
     finalizer = getattr(queue, "_close", None)
     return finalizer is not None and not finalizer.still_active()
 
 
 @contextmanager
 def _signals_blocked(context: Any) -> Iterator[None]:
-    """Block signals until new workers have set their handlers.
+    """Block signals inside the block, until new workers have set their handlers.
 
-    For forked workers alone: a process of another start method would inherit the blocked signals for good.
+    For forked workers only: with other start methods, the signals would stay blocked in the workers.
     """
     method = (torch.multiprocessing if context is None else context).get_start_method()
     if method != "fork" or not hasattr(signal, "pthread_sigmask"):
@@ -266,7 +266,7 @@ _POOLS: weakref.WeakSet[Workers] = weakref.WeakSet()
 
 
 def _end_all() -> None:
-    """Kill the remaining workers at exit: multiprocessing would send SIGTERM once, and join them."""
+    """Kill the remaining workers at exit; multiprocessing would send SIGTERM once and join them."""
     for pool in list(_POOLS):
         if not is_shut_down(pool, default=True):
             pool.kill()
@@ -276,16 +276,16 @@ atexit.register(_end_all)
 
 
 SIGTERM_DELAY = 30.0
-"""Seconds from a first SIGTERM to the end of a worker: the main process needs up to 20 for its last save."""
+"""Seconds from a first SIGTERM to the end of a worker; the main process needs up to 20 s for its last save."""
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGUSR1", "SIGTERM") if hasattr(signal, name))
 """Signals that a scheduler or a terminal sends to all processes of a run."""
 
 State = dict[str, Any]
-"""The random states of a worker that have changed, as plain data: "torch", "python", "numpy", and "dataset"."""
+"""The changed random states of a worker as plain data: "torch", "python", "numpy" and "dataset"."""
 
 
 class StateSendingCollate:
-    """A collate function that adds the states that have changed to each batch: (batch, (worker, `State`))."""
+    """A collate function that adds the changed states to each batch: (batch, (worker, `State`))."""
 
     def __init__(self, collate: Callable[[Any], Any]) -> None:
         self._collate = collate
@@ -295,19 +295,19 @@ class StateSendingCollate:
         self._ready: State = {}
 
     def begin(self, worker: int) -> None:
-        """Record the state of a worker before its first batch: a new worker has it without a restore."""
+        """Record the state of a worker before its first batch, which a new worker has without a restore."""
         info = get_worker_info()
         data = None if info is None else info.dataset
         self._worker, self._data = worker, data if is_stateful(data) else None
         self._sent = self._ready = _packed(host_random_state())
 
     def start_pass(self) -> tuple[int, State]:
-        """Return the number of this worker and its state; before its first batch that of its start."""
-        _restore_states(self._ready)  # torch has iterated the data set once already, for nothing
+        """Return the number of this worker and its state; before its first batch, that of its start."""
+        _restore_states(self._ready)  # torch has already made one iterator of the data set, which may have drawn
         return self.now()
 
     def __call__(self, rows: Any) -> Any:
-        """Return the batch of these rows, and the states that have changed since the last one."""
+        """Return the batch of these rows, and the states that have changed since the last batch."""
         batch = self._collate(rows)
         self._ready = {}
         now = _packed(host_random_state())
@@ -325,9 +325,9 @@ class StateSendingCollate:
 
 
 class PassBegun(ResumeIteration):  # type: ignore[misc]
-    """A worker's message that it begins its next pass, with its state at the start.
+    """A worker's message at the start of its next pass, with its state.
 
-    It is unpickled in the worker from torch's request, before the data set is iterated; an iterable one may have drawn
+    Unpickled in the worker from torch's request, before the data set is iterated; an iterable data set may have drawn
     after its last batch, for rows that were dropped.
     """
 
@@ -340,7 +340,7 @@ class PassBegun(ResumeIteration):  # type: ignore[misc]
 
 
 class PassEnded(EndOfIterable):  # type: ignore[misc]
-    """A worker's message that its pass has ended, with its state."""
+    """A worker's message at the end of its pass, with its state."""
 
     worker_state: tuple[int, State]
 
@@ -350,14 +350,14 @@ class PassEnded(EndOfIterable):  # type: ignore[misc]
 
 
 _sending: list[StateSendingCollate] = []
-"""In a worker that reads an iterable data set: its collate function."""
+"""The collate function, in a worker that reads an iterable data set."""
 
 
 class InitWorker:
-    """A `worker_init_fn`: calls the user's own, restores the random state, and leaves signals to the main process.
+    """A `worker_init_fn` that calls the user's, restores the random state, and leaves signals to the main process.
 
-    A worker lives `SIGTERM_DELAY` seconds after a first SIGTERM; a second one ends it. `part`: the result of `shard()`
-    in the worker.
+    A worker ends `SIGTERM_DELAY` seconds after a first SIGTERM, or at a second one. `part`: the part that `shard()`
+    uses in the worker.
     """
 
     def __init__(
@@ -385,7 +385,7 @@ class InitWorker:
 
 
 def leave_signals_to_main() -> None:
-    """Ignore signals: the main process may need more batches for the update in progress."""
+    """Ignore signals, since the main process may need more batches for the current update."""
     for number in SIGNALS:
         signal.signal(number, _delay_sigterm if number == signal.SIGTERM else signal.SIG_IGN)
     if hasattr(signal, "pthread_sigmask"):
@@ -402,7 +402,7 @@ def _delay_sigterm(number: int, _: Any) -> None:
 
 
 def _packed(state: dict[str, Any]) -> State:
-    """Three random states as plain data and bytes."""
+    """Return the random states of torch, Python and NumPy as plain data."""
     version, words, cached = state["python"]
     packed = {
         "torch": state["torch"].numpy().tobytes(),
@@ -440,9 +440,9 @@ _NO_WORKERS = "num_workers=0 fetches these rows in this process, with a debugger
 def explain_worker_error(
     error: Exception, *, pids: Sequence[int], worker: int | None, requested: Sequence[Any]
 ) -> None:
-    """Add one note to an error, whose type, text and traceback stay as they are.
+    """Add one note to an error; type, text and traceback are not changed.
 
-    `requested`: the rows of the batch that was waited for, and of the later batches of the same worker.
+    `requested`: the rows of the missing batch, and of later batches of the same worker.
     """
     if any(note.startswith(NOTE) for note in getattr(error, "__notes__", ())):
         return
@@ -456,7 +456,7 @@ def explain_worker_error(
 
 
 def worker_in_message(error: Exception, pids: Sequence[int], *, waited: int | None) -> int | None:
-    """Return the number of the worker whose pid is in the message of an error; `waited` where no pid is."""
+    """Return the number of the worker whose pid is in the message of an error; `waited` without a pid."""
     lists = re.findall(r"\(pid(?:\(s\))? ([\d, ]+)\)", _text_of(error))
     named = [int(pid) for pids in lists for pid in pids.split(",")]
     if not named:
@@ -465,10 +465,10 @@ def worker_in_message(error: Exception, pids: Sequence[int], *, waited: int | No
 
 
 def release_frames(error: Exception) -> None:
-    """Clear the frame in which torch raises an error of a worker, so that the error is freed with its last reference.
+    """Clear the frame in which torch raises an error of a worker, to break a reference cycle.
 
-    The frame refers to the error, and the error to the iterator with its workers: in this cycle they would live until a
-    garbage collection, which closes the queues first and then joins workers that receive no end.
+    The frame refers to the error, and the error to the iterator and its workers. Left to garbage collection, the queues
+    would be closed first, and workers joined that never receive the end.
     """
     trace = error.__traceback__
     while trace is not None:
@@ -478,12 +478,12 @@ def release_frames(error: Exception) -> None:
 
 
 def _text_of(error: Exception) -> str:
-    """Return torch's message, and that of its cause, which names the signal."""
+    """Return the message of an error and of its cause, which names the signal."""
     return f"{error} {error.__cause__ or ''}"
 
 
 def _cause(text: str) -> tuple[str, str, str]:
-    """Return what happened to the worker, the reason, and a fix."""
+    """Return what happened to the worker, the reason and a fix, as texts."""
     by_hand = "DataLoader worker (pid" in text
     if any(part in text for part in ("shared memory", "Bus error", "</torch_")):
         smaller = "fewer num_workers, a smaller prefetch_factor or smaller batches"
@@ -519,9 +519,10 @@ _END = object()
 
 
 def warn_of_duplicates(batches: Iterator[Any], *, workers: int, name: str) -> Iterator[Any]:
-    """Yield the batches; warn where the first two batches of every worker are the same as those of all others.
+    """Yield the batches; warn if the first two batches of all workers are the same.
 
-    Each round must be equal bit for bit, and the two rounds must differ: data may repeat one batch on purpose.
+    Each of the two rounds must be equal bit for bit over all workers, and the rounds must differ: data may repeat one
+    batch on purpose.
     """
     rounds: list[Any] = []
     for place in range(2 * workers):
@@ -546,7 +547,7 @@ def warn_of_duplicates(batches: Iterator[Any], *, workers: int, name: str) -> It
 
 
 def same_bits(one: Any, other: Any) -> bool:
-    """Return whether two nested batches have values of one type at the same places, and equal in every bit."""
+    """Return whether two nested batches have the same structure and types, and bitwise equal values."""
     pairs = zip_longest(leaves_of(one), leaves_of(other), fillvalue=("nowhere", None))
     return all(at == other_at and _same(leaf, other_leaf) for (at, leaf), (other_at, other_leaf) in pairs)
 

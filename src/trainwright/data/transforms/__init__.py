@@ -1,11 +1,9 @@
-"""Transforms: rows and batches on their way to a step.
+"""Transforms of rows and batches: padding, batches by length, normalization of images, and zips of loaders.
 
-How rows of unequal length become a batch, how images are normalized, and how several loaders are read together.
+Files in reading order:
+`padding.py`: `pad`, a collate function with a mask. `bucketing.py`: `bucketed`, batches of rows of similar length.
+`normalize.py`: `Normalize`, a layer for images on the device. `zipped.py`: `together`, a zip of loaders.
 
-In reading order: `padding` (`pad`, a collate function with a mask), `bucketing` (`bucketed`, batches of rows of
-neighboring lengths), `normalize` (`Normalize`, a layer for images on the device), `zipped` (`together`, a zip of
-loaders).
-
-Promises: orders are functions of (seed, epoch), on any number of ranks; padding is marked, never counted; every loader
-of a zip resumes in the middle of its pass, and the shorter ones continue where they stopped.
+Promises: orders depend on (seed, epoch) only, on any number of ranks. Padding is marked and not counted. Every loader
+of a zip resumes inside its pass, and shorter loaders continue where they stopped.
 """

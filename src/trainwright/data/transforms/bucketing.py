@@ -1,4 +1,4 @@
-"""`bucketed(...)`: batches of rows of neighboring lengths, with little padding."""
+"""`bucketed(...)`: batches of rows of similar length, with little padding."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from trainwright.data.row_batches import Batches, BatchSettings
 from trainwright.data.seeded import SeededRows, mixed_seed, open_rows
 
 _STREAM = 3
-"""Mixed with seed and epoch into the seed of the order, so that it differs from that of `batches`."""
+"""Mixed into the seed of the order, so that it differs from that of `batches`."""
 
 
 @suggests
@@ -37,25 +37,25 @@ def bucketed(
     workers: int = 0,
     slack: float = 0.1,
 ) -> Bucketed:
-    """Return batches of rows of neighboring lengths, each row once; a variant of `batches`.
+    """Return batches of rows of similar length, with each row once; a variant of `batches`.
 
-    A batch has at most `batch_size` rows, and padded to its longest row at most `tokens` positions; one of the two, or
-    both. The order is a function of (seed, epoch), and every epoch has as many batches.
+    The size of a batch is limited by `batch_size` (rows), by `tokens` (positions after padding to its longest row), or
+    by both. The order depends on (seed, epoch) only, and every epoch has the same number of batches.
 
     Args:
         data: As in `batches`.
-        batch_size: The most rows of a batch.
-        lengths: The lengths of all rows, or a function of a row, which is called once with each.
-        tokens: The most positions of a batch, padding included.
-        shuffle: Mix rows of similar length, and batches. Without it the longest come first.
+        batch_size: The most rows per batch.
+        lengths: The lengths of all rows, or a function of a row, which is called once for each row.
+        tokens: The most positions per batch, including padding.
+        shuffle: Whether to shuffle rows of similar length, and the order of batches. False: longest rows first.
         seed: As in `batches`.
-        drop_last: Whether short batches are left out.
+        drop_last: Whether to drop short batches.
         collate: A function from a list of rows to a batch, such as `pad(...)`.
         workers: As in `batches`.
-        slack: How much shorter than the longest of its batch a mixed row may be, as a part of that length.
+        slack: The largest difference of lengths among shuffled rows, as a fraction of the longest.
 
     Raises:
-        DataError: For a row that is longer than `tokens`, and for lengths that are not those of the rows.
+        DataError: For a row longer than `tokens`, and for lengths that do not fit the rows.
     """
     if collate is not None and not callable(collate):
         raise SettingError(f"collate={collate!r}", want="a function from a list of rows to a batch")
@@ -70,10 +70,10 @@ def bucketed(
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buckets:
-    """The division of rows of these lengths into batches."""
+    """Divides rows into batches by their lengths."""
 
     lengths: Tensor
-    """Of all rows, int64."""
+    """The lengths of all rows, int64."""
     batch_size: int | None
     tokens: int | None
     slack: float
@@ -96,23 +96,23 @@ class Buckets:
             )
 
     def most_rows(self) -> int:
-        """Return the most rows that a batch can have."""
+        """Return the most rows of any batch."""
         shortest = int(self.lengths.min()) if len(self.lengths) else 0
         return self._size(shortest)
 
     def number(self, *, drop_last: bool) -> int:
-        """Return the batches of an epoch: a function of the lengths alone."""
+        """Return the number of batches per epoch, which depends on the lengths only."""
         if drop_last:
             assert self.batch_size is not None
             return len(self.lengths) // self.batch_size
         return sum(-(-(stop - start) // size) for start, stop, size in self._pools(self.lengths.sort()[0].flip(0)))
 
     def batches(self, seed: int, epoch: int, *, shuffle: bool, drop_last: bool) -> list[Tensor]:
-        """Return the row numbers of every batch of an epoch."""
+        """Return the row indices of every batch of an epoch."""
         lengths = self.lengths
         draws = torch.Generator().manual_seed(mixed_seed(seed, epoch, _STREAM))
         rows = torch.randperm(len(lengths), generator=draws) if shuffle else torch.arange(len(lengths))
-        if drop_last:  # drop random rows, not always the shortest
+        if drop_last:  # drops random rows, not always the shortest
             assert self.batch_size is not None
             rows = rows[: len(rows) // self.batch_size * self.batch_size]
         sorted_lengths, at = lengths[rows].sort(descending=True, stable=True)
@@ -126,7 +126,7 @@ class Buckets:
         return [batches[index] for index in order]
 
     def _pools(self, lengths: Tensor) -> Iterator[tuple[int, int, int]]:
-        """Yield the ranges in which rows are mixed, longest first: (start, stop, rows of a batch)."""
+        """Yield the ranges within which rows are shuffled, longest first: (start, stop, rows per batch)."""
         start, negative = 0, -lengths.to(torch.float64)
         while start < len(lengths):
             longest = int(lengths[start])
@@ -142,34 +142,34 @@ class Buckets:
 
 
 def padding_share(lengths: Tensor, batches: Sequence[Tensor]) -> float:
-    """Return the share of padding among all positions, where each batch is padded to its longest row; 0 for none.
+    """Return the fraction of padding among all positions, with each batch padded to its longest row.
 
-    `lengths` are those of all rows, `batches` the row numbers of each.
+    `lengths`: those of all rows. `batches`: the row indices of each batch.
     """
     padded = sum(len(rows) * int(lengths[rows].max()) for rows in batches)
     return 1.0 - sum(int(lengths[rows].sum()) for rows in batches) / padded if padded else 0.0
 
 
 class Bucketed(Batches):
-    """A data set in batches of neighboring lengths; made by `bucketed`."""
+    """A data set in batches of rows of similar length; made by `bucketed`."""
 
     _padding: str | None = None
-    """The share of padding, for the header; None before it is computed."""
+    """The fraction of padding as text, for the header; None before it is computed."""
 
     def __init__(self, rows: Table | SeededRows, settings: BatchSettings, buckets: Buckets) -> None:
         self._buckets = buckets
         super().__init__(rows, settings, None)
 
     def order(self, epoch: int = 0) -> list[list[int]]:
-        """Return the row numbers of every batch of an epoch, to sort outputs by row."""
+        """Return the row indices of every batch of an epoch, for example to sort outputs by row."""
         return [rows.tolist() for rows in self._batches(self._draw_seed(), epoch)]
 
     def padding(self, epoch: int = 0) -> float:
-        """Return the share of padding in an epoch, where each batch is padded to its longest row."""
+        """Return the fraction of padding in an epoch, with each batch padded to its longest row."""
         return padding_share(self._buckets.lengths, self._batches(self._seed or 0, epoch))
 
     def padding_mixed(self, epoch: int = 0) -> float:
-        """Return the share of padding of as many batches in random order."""
+        """Return the fraction of padding for the same number of batches in random order."""
         lengths = self._buckets.lengths
         draws = torch.Generator().manual_seed(mixed_seed(self._seed or 0, epoch))
         rows = torch.randperm(len(lengths), generator=draws)
@@ -177,24 +177,24 @@ class Bucketed(Batches):
 
     @property
     def note(self) -> str:
-        """A line for the header."""
+        """A line for the header of the console."""
         if self._padding is None:
             self._padding = f"{self.padding():.1%} of a batch is padding, {self.padding_mixed():.1%} without"
         return f"bucketed by length: {self._padding}"
 
     def describe(self) -> str:
-        """Return rows, batch size and order."""
+        """Return rows, batch size and order as text."""
         return f"{super().describe()}, by length"
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties of the data that must not change between a save and a resume."""
+        """Return the properties of the data that must be the same at a save and a resume."""
         buckets = self._buckets
         lengths = f"{zlib.crc32(buckets.lengths.numpy().tobytes()):08x}"
         return {**super().fingerprint(), "tokens": buckets.tokens, "slack": buckets.slack, "lengths": lengths}
 
     @property
     def in_memory(self) -> bool:
-        """Whether a batch is one gather from a table: False, since rows are fetched."""
+        """Whether a batch is one gather from a table. False: rows are fetched."""
         return False
 
     def _measure(self) -> None:
@@ -214,7 +214,7 @@ class Bucketed(Batches):
 
 
 def _lengths_of(rows: Table | SeededRows, lengths: Any) -> Tensor:
-    """Return the lengths as whole numbers, one for each row."""
+    """Return the lengths as int64, one per row; DataError if they do not fit the rows."""
     if callable(lengths):
         given: Any = TableRows(rows) if isinstance(rows, Table) else rows.dataset
         with rng_preserved():

@@ -1,4 +1,4 @@
-"""`Normalize(mean, std)`: a layer that normalizes images by channel, on the device of the model."""
+"""`Normalize(mean, std)`: a layer that normalizes images per channel, on the device of the model."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ _NDIM = 4
 
 @suggests
 class Normalize(nn.Module):
-    """Subtract the mean of each channel and divide by its standard deviation, in training and evaluation alike.
+    """Subtracts the mean of each channel and divides by its standard deviation, in training and evaluation.
 
-    The first layer of a model of images, (rows, channels, height, width): `nn.Sequential(Normalize(mean, std), model)`.
-    uint8 is divided by 255 first, so that images may travel to the device as uint8, a quarter of the bytes of float32.
-    Both arguments become buffers: weights files hold them, and the output has their dtype.
+    Use it as the first layer of a model of images of shape (rows, channels, height, width):
+    `nn.Sequential(Normalize(mean, std), model)`. uint8 images are divided by 255 first, so that images can be moved to
+    the device as uint8, a quarter of the size of float32. Both arguments become buffers, which are saved with the
+    weights; the output has their dtype.
 
     Args:
-        mean: The mean of each channel, of numbers from 0 to 1 where images are uint8.
-        std: The standard deviation of each channel.
+        mean: The mean of each channel; on the scale from 0 to 1 for uint8 images.
+        std: The standard deviation of each channel, on the same scale.
 
     Raises:
-        DataError: For images of another number of channels or an integer type other than uint8.
+        DataError: For images with another number of channels, or an integer dtype other than uint8.
     """
 
     mean: Tensor
@@ -46,7 +47,7 @@ class Normalize(nn.Module):
             self.register_buffer(name, torch.tensor([float(one) for one in numbers]).reshape(-1, 1, 1))
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return the images normalized; a new tensor."""
+        """Return the normalized images as a new tensor."""
         if images.ndim != _NDIM or images.shape[1] != len(self.mean):
             want = f"images (rows, {len(self.mean)}, height, width)"
             fix = "x[:, None] for images of one channel" if images.ndim == _NDIM - 1 else None

@@ -1,4 +1,4 @@
-"""`pad(...)`: a collate function for rows of unequal length, with a mask of the real entries."""
+"""`pad(...)`: a collate function for rows of unequal length, with a mask of the entries that are no padding."""
 
 from __future__ import annotations
 
@@ -30,28 +30,28 @@ def pad(
     dtype: torch.dtype | None = None,
     multiple: int = 1,
 ) -> Pad:
-    """Return a collate function that pads sequences to the longest of a batch.
+    """Return a collate function that pads sequences to the longest one of a batch.
 
-    A row is a sequence (a tensor, an array, a list of numbers, bytes), a tuple of sequences and numbers whose last is
-    the target, or a dict of them, whose target is under "target", "targets", "labels", "label" or "y". Inputs become
-    (rows, width, ...); numbers become (rows,).
+    A row is a sequence (a tensor, an array, a list of numbers, or bytes); a tuple of sequences and numbers, of which
+    the last one is the target; or a dict of them, with the target under "target", "targets", "labels", "label" or "y".
+    Sequences become tensors of shape (rows, width, ...), numbers become tensors of shape (rows,).
 
     Args:
-        value: The padding of inputs.
-        ignore_index: The padding of targets that are sequences, which torch's losses leave out.
-        returns: "mask" adds a tensor of bool (rows, width), True where an entry is real. "lengths" adds the lengths,
-            int64 (rows,). In tuples it comes before the target, in dicts under that name; with several input sequences
-            there is one for each, in dicts as `<key>_mask`.
-        of: The key or position of the one input whose mask or lengths are returned.
-        dtype: The dtype of inputs that are sequences. None preserves it (bytes become int64).
-        multiple: Widths are multiples of it.
+        value: The padding value of inputs.
+        ignore_index: The padding value of targets that are sequences, which torch's losses ignore.
+        returns: "mask" adds a bool tensor of shape (rows, width), False at padding. "lengths" adds the lengths, an
+            int64 tensor of shape (rows,). It is added before the target in a tuple, and under this name in a dict. With
+            several input sequences, one is added for each; in a dict as `<key>_mask`.
+        of: The key or position of the only input whose mask or lengths are added.
+        dtype: The dtype of input sequences. None: unchanged (bytes become int64).
+        multiple: Widths are rounded up to a multiple of this.
     """
     return Pad(value=value, ignore_index=ignore_index, returns=returns, of=of, dtype=dtype, multiple=multiple)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pad:
-    """Collates rows by padding; made by `pad`."""
+    """A collate function that pads rows; made by `pad`."""
 
     value: float = 0
     ignore_index: float = -100
@@ -115,7 +115,7 @@ class Pad:
 
 
 class _Fields:
-    """The fields of rows as columns: the row itself where it is one sequence, the items of a tuple, those of a dict."""
+    """The fields of rows as columns: the items of tuples, the values of dicts, or the row itself for sequences."""
 
     def __init__(self, rows: list[Any]) -> None:
         first = rows[0]
@@ -130,7 +130,7 @@ class _Fields:
         self.columns = {key: self._column(rows, key) for key in keys}
 
     def sequences(self, key: Any, dtype: torch.dtype | None) -> list[Tensor]:
-        """Return the tensors of a column in one dtype; DataError where they cannot be joined along their length."""
+        """Return the tensors of a column in one dtype; DataError if their shapes differ in more than the length."""
         column = self.columns[key]
         found = [_tensor(one) for one in column]
         at = "the rows" if self._alone else f"field {key!r} of the rows"
@@ -141,13 +141,13 @@ class _Fields:
             want = "tensors, arrays, lists of numbers or bytes, whose dimension 0 is their length"
             raise DataError(f"{at} cannot be joined along their length", have=have, want=want)
         tensors: list[Tensor] = [one for one in found if one is not None]
-        # An empty list has no dtype, and torch would make it one of floats.
+        # An empty list has no dtype; torch would make it a float tensor.
         types = [one.dtype for one, given in zip(tensors, column, strict=True) if not _is_empty_list(given)]
         common = dtype or (reduce(torch.promote_types, types) if types else torch.int64)
         return [one.to(common) for one in tensors]
 
     def in_form_of_a_row(self, batch: dict[Any, Any], extra: dict[str, Tensor]) -> Any:
-        """Return a sequence, tuple or dict, as a row is; `extra` comes before the target."""
+        """Return the batch in the form of a row (sequence, tuple or dict), with `extra` before the target."""
         if self._keyed:
             if taken := [name for name in extra if name in batch]:
                 what = f"pad() adds {taken[0]!r} to the batch, and the rows have it already"
@@ -172,7 +172,7 @@ class _Fields:
 
 
 def _has_fields(row: Any) -> bool:
-    """Return whether a row is a sequence of fields: any tuple, and a list of anything but numbers."""
+    """Return whether a row is a sequence of fields: a tuple, or a list of other things than numbers."""
     return isinstance(row, tuple) or (isinstance(row, list) and bool(row) and not _is_number(row[0]))
 
 
@@ -191,7 +191,7 @@ def _is_empty_list(one: Any) -> bool:
 
 
 def _tensor(one: Any) -> Tensor | None:
-    """Return one sequence as a tensor; None for anything else."""
+    """Return a sequence as a tensor; None for anything else."""
     if isinstance(one, bytes | bytearray):
         return torch.frombuffer(bytearray(one), dtype=torch.uint8).long() if one else torch.zeros(0, dtype=torch.int64)
     if isinstance(one, Tensor):
@@ -202,7 +202,7 @@ def _tensor(one: Any) -> Tensor | None:
 
 
 def _represents(dtype: torch.dtype, value: float) -> bool:
-    """Return whether `dtype` can represent a number."""
+    """Return whether `dtype` can represent a value."""
     if dtype.is_floating_point or dtype.is_complex:
         return True
     if dtype == torch.bool:

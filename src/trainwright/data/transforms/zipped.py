@@ -1,4 +1,4 @@
-"""`together(...)`: a zip of loaders, whose batches come as one dict."""
+"""`together(...)`: a zip of loaders, whose batches are combined into one dict."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ LENGTHS = ("longest", "shortest")
 
 
 def together(*, length: str = "longest", **loaders: Any) -> Together:
-    """Zip several loaders: each batch is a dict of one batch of each, by their names.
+    """Zip several loaders: each batch is a dict with one batch of each loader, by name.
 
-    One loader sets the epoch. The others continue from epoch to epoch where they stopped, and begin their next pass
-    when they end, so that each of their rows is used. A batch counts as many rows as that of the first loader; a step
-    whose loss is a mean over something else returns `MeanLoss` or `SumLoss` with its own count.
+    One loader determines the length of an epoch. The others continue across epochs where they stopped, and start their
+    next pass at their end, so that all of their rows are used. The count of a batch is the number of rows of the first
+    loader; if a loss is a mean over anything else, the step returns `MeanLoss` or `SumLoss` with its count.
 
     Args:
-        length: The loader that sets the epoch: "longest", "shortest", or its name.
-        **loaders: Data of any form that `fit` takes.
+        length: The loader that determines the length of an epoch: "longest", "shortest", or a name.
+        **loaders: Data of any form that `fit` accepts.
 
     Raises:
-        SettingError: For fewer than two loaders, for names that cannot be keywords, and for one loader under two names.
+        SettingError: For fewer than two loaders, for names that are no identifiers, and for one loader under two names.
     """
     return Together(loaders, length)
 
@@ -45,7 +45,7 @@ class Together:
 
     def __init__(self, loaders: Mapping[str, Any], length: str) -> None:
         self.loaders = {name: copy(one) if isinstance(one, Batches) else one for name, one in loaders.items()}
-        """Results of `batches` are copied: the originals may be read elsewhere too."""
+        """Results of `batches` are copied, since the originals may also be used elsewhere."""
         self.length = length
         self._own_source: Source | None = None
         self._passes = 0
@@ -69,8 +69,8 @@ class Together:
         return self._opened().epoch(self._passes - 1)
 
     def source(self, *, batch_size: int | None, shuffle: bool, role: str) -> Source:
-        """Return the source of a run; `batch_size` is for the loaders that are data sets of rows."""
-        none_takes_it = not any(map(takes_batch_size, self.loaders.values()))  # then the first loader refuses it
+        """Return the source of a run; `batch_size` is used for the loaders that are data sets of rows."""
+        none_takes_it = not any(map(takes_batch_size, self.loaders.values()))  # then the first loader raises an error
         sources = {
             name: open_source(
                 data,
@@ -84,17 +84,17 @@ class Together:
 
     def _opened(self) -> Source:
         if self._own_source is None:
-            other = Together(self.loaders, self.length)  # a run may read the loaders of this one
+            other = Together(self.loaders, self.length)  # a copy, since a run may read the loaders of this object
             self._own_source = other.source(batch_size=None, shuffle=False, role="train")
         return self._own_source
 
 
 class Zip(Source):
-    """The sources of several loaders, read together: one batch of each at a time.
+    """The sources of several loaders, from which one batch each is read at a time.
 
-    The leader sets the epoch and is read as it would be alone. The others are `Continuing`. Where the order of a pass
-    can be drawn at its start, it is drawn from a random state that follows from the last one: any number of ranks draw
-    the same order.
+    The leader determines the length of an epoch, and is read as without the others, which are `Continuing`. If the
+    order of a pass can be drawn at its start, it is drawn from a state derived from the last one, so that the order is
+    the same on any number of ranks.
     """
 
     kind = "together(...)"
@@ -117,14 +117,14 @@ class Zip(Source):
         self._measure()
 
     def epoch(self, epoch: int, skip: int = 0) -> Iterator[Any]:
-        """Return the batches of `epoch` without its first `skip`."""
+        """Return the batches of `epoch` after its first `skip`."""
         with rng_preserved():
             drawn = int(torch.empty((), dtype=torch.int64).random_())
         iterators = {self._leader: self._streams[self._leader].epoch(epoch, skip)}
-        self._measure()  # a function of the epoch may return more or fewer batches
+        self._measure()  # the length may change if the leader is a function of the epoch
         for index, (name, stream) in enumerate(self._streams.items()):
             if name in self._sliced:
-                with rng_preserved():  # the first pass of each loader has a random state of its own
+                with rng_preserved():  # the first pass of each loader has a separate random state
                     seed(mixed_seed(drawn, index))
                     iterators[name] = stream.epoch(epoch, skip)
             elif name != self._leader:
@@ -132,10 +132,10 @@ class Zip(Source):
         return self._zipped(iterators)
 
     def shard(self, part: Shard | None) -> None:
-        """Have `epoch` yield a `Slice` of each batch: the part of this rank; None: complete batches again.
+        """Make `epoch` yield this rank's `Slice` of each batch; None: complete batches.
 
-        DataError where some loaders are each rank's own part and others are not, and where a batch of one has rows for
-        fewer ranks than that of another.
+        DataError if only some loaders are marked by `sharded`, or if a batch of one loader has rows for fewer ranks
+        than that of another.
         """
         self._part = part
         for one in self._sources.values():
@@ -146,14 +146,14 @@ class Zip(Source):
         self._measure()
 
     def independent_copy(self) -> Zip:
-        """Return a copy for a pass apart from training, which reads the loaders from their start."""
+        """Return a copy for a pass besides training, which reads the loaders from their start."""
         other = shallow_copy(self)
         other._sources = {name: one.independent_copy() for name, one in self._sources.items()}
         other._open_streams()
         return other
 
     def inner(self) -> Mapping[str, Source]:
-        """Return the sources by name; all but the leader continue from epoch to epoch."""
+        """Return the sources by name; all except the leader continue across epochs."""
         return self._streams
 
     def position(self) -> dict[str, Any]:
@@ -162,7 +162,7 @@ class Zip(Source):
         return {"kind": self.kind, "fingerprint": self.fingerprint(), "loaders": positions}
 
     def seek(self, position: Any, *, other_size: bool = False, ended: bool = False) -> str | None:
-        """Continue at saved positions; DataError where the loaders are not those of the save."""
+        """Continue at saved positions; DataError if the loaders differ from those of the save."""
         self.check_same(position)
         saved = position["loaders"]
         return join_lines(
@@ -170,7 +170,7 @@ class Zip(Source):
         )
 
     def fingerprint(self) -> dict[str, Any]:
-        """Return the properties that must not change between a save and a resume, beside those of each loader."""
+        """Return the properties that must be the same at a save and a resume, besides those of each loader."""
         return {"loaders": ", ".join(self._sources), "epochs of": self._leader}
 
     def describe(self) -> str:
@@ -180,11 +180,11 @@ class Zip(Source):
 
     @property
     def note(self) -> str:
-        """A line for the header."""
+        """A line for the header of the console."""
         return f"together: {self.describe()}"
 
     def _leading(self, length: str) -> str:
-        """Return the name of the loader that sets the epoch."""
+        """Return the name of the loader that determines the length of an epoch."""
         if length not in LENGTHS:
             return length
         lengths = {name: one.length for name, one in self._sources.items()}
@@ -206,9 +206,9 @@ class Zip(Source):
         self._shard_streams()
 
     def _shard_streams(self) -> None:
-        """Shard all streams but the leader over the ranks; on a single rank those that draw a pass at its start."""
+        """Shard all streams but the leader over the ranks; on one rank, only those that draw a pass at its start."""
         self._sliced = set()
-        """Names of the streams that yield slices."""
+        """The names of the streams that yield slices."""
         for name, stream in self._streams.items():
             if name == self._leader:
                 continue
@@ -219,14 +219,14 @@ class Zip(Source):
                 self._sliced.add(name)
 
     def _measure(self) -> None:
-        """Set batches of an epoch, and rows: those of the first loader, where it is the leader."""
+        """Set the batches per epoch, and the rows, which are known if the first loader is the leader."""
         leader, first = self._sources[self._leader], next(iter(self._sources))
         self.length = leader.length
         self.rows = leader.rows if self._leader == first else None
         self.batch_size = self._sources[first].batch_size
 
     def _zipped(self, iterators: dict[str, Iterator[Any]]) -> Iterator[Any]:
-        """Yield one batch of each; none is taken from the others where the leader has ended."""
+        """Yield one batch of each loader; after the end of the leader, none is taken from the others."""
         others = [(name, iterators[name]) for name in self._sources if name != self._leader]
         empty = dict.fromkeys(self._sources)
         for batch in iterators[self._leader]:
@@ -259,7 +259,7 @@ class Zip(Source):
                 fix="together(a=sharded(...), b=sharded(...))",
             )
         if len({(one.rows, one.batch_size) for one in self._sources.values()}) == 1:
-            return  # their short batches come at the same time
+            return  # their short batches coincide
         for name, one in self._sources.items():
             short = one.rows % one.batch_size if one.rows and one.batch_size else 0
             if short and part.served(short) < part.size:
@@ -293,14 +293,14 @@ def _check_loaders(loaders: Mapping[str, Any]) -> None:
 
 
 def _draws_complete_passes(source: Any) -> bool:
-    """Return whether the order of a pass can be drawn at its start, and its batches need no slicing."""
+    """Return whether the order of a pass can be drawn at its start, and its rows fetched by index."""
     if isinstance(source, LoaderBatches):
         return source.length is not None and source.fetches_by_index
     return isinstance(source, Batches) and source.length is not None
 
 
 def _sharded_to_one_rank(stream: Continuing) -> bool:
-    """Shard a stream over one rank; return False where its sampler shards rows itself."""
+    """Shard a stream over one rank; return False if its sampler shards rows itself."""
     try:
         stream.shard(Shard(0, 1))
     except DataError:
