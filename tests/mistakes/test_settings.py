@@ -128,7 +128,7 @@ def test_a_trainable_parameter_in_no_optimizer():
     trainer = Trainer(model, torch.optim.SGD(model[0].parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     text = refused(trainer, SettingError, "2 trainable parameters are in no optimizer")
     assert "model.1.weight" in text
-    assert "requires_grad_(False)" in text
+    assert "fix   an optimizer over model.parameters(), or parameter.requires_grad_(False)" in text
     model[1].requires_grad_(False)
     trainer.fit(pieces(), epochs=1)
 
