@@ -156,7 +156,15 @@ def by_name(output, target):
     return metrics.f1_score(target, output.argmax(1), average="weighted")
 
 
-@pytest.mark.parametrize("metric", [f1, by_name, partial(f1), lambda o, t: f1_score(t, o.argmax(1), average="micro")])
+def imported_inside():
+    from sklearn.metrics import recall_score
+
+    return lambda output, target: recall_score(target, output.argmax(1), average="micro")
+
+
+@pytest.mark.parametrize(
+    "metric", [f1, by_name, partial(f1), imported_inside(), lambda o, t: f1_score(t, o.argmax(1), average="micro")]
+)
 def test_a_score_that_is_no_mean_over_rows_is_told_with_over_all(metric):
     (text,) = warned(net(), nn.CrossEntropyLoss(), metrics={"score": metric})
     assert text.startswith("metric 'score' is no mean over rows: it calls ") and "test_in_silence.py" in text

@@ -230,7 +230,8 @@ def _warn_of_batch_values(name: str, function: MetricFunction) -> None:
     """Warn if a metric is, or calls, one of `_NO_MEANS`."""
     inner = function.func if isinstance(function, partial) else function
     code = getattr(inner, "__code__", None)
-    called = {getattr(inner, "__name__", ""), *(() if code is None else code.co_names)} & _NO_MEANS
+    names = () if code is None else (*code.co_names, *code.co_freevars)
+    called = {getattr(inner, "__name__", ""), *names} & _NO_MEANS
     if called:
         warn(
             message(
