@@ -82,15 +82,16 @@ def summary(found: list[Found], *, seconds: float, given: argparse.Namespace) ->
     bad = [one for one in found if one.differences]
     groups = {id(group[0]): group for group in alike(one.cell for one in found)}
     lines = [
-        "# The law Resume, cell by cell",
+        "# Resume, cell by cell",
         "",
         f"{len(found)} cells ({len(groups)} settings of a run, each interrupted in one or several ways), "
         f"**{len(bad)} differ**.",
         "",
-        "A cell trains 3 epochs of 7 batches three times: never interrupted, interrupted, and resumed in a new",
-        "process. Equal bit for bit are, per update, the rows that were seen, the record that observers get, the model",
-        "and the random states of Python, NumPy and torch; and in the end the model, the optimizer, every part of the",
-        "last checkpoint, the history, the journal, the result and the random states.",
+        "A cell trains 3 epochs of 7 batches three times: uninterrupted, interrupted, and resumed in a new process.",
+        "The uninterrupted and the resumed run must be equal bit for bit. After each update this covers the rows, the",
+        "record for the observers, the model and the random states of Python, NumPy and torch. At the end it covers",
+        "the model, the optimizer, every part of the last checkpoint, the history, the journal, the result and the",
+        "random states.",
         "",
         f"Command: `python tests/laws/resume_matrix.py {' '.join(sys.argv[1:])}` with src at {given.commit}, "
         f"{seconds:.0f} s with {given.jobs} jobs on {os.cpu_count()} cores ({platform.machine()}, {platform.system()}, "
