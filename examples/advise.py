@@ -1,13 +1,13 @@
-"""What makes *this* training faster? Every technique, tried on the model and the data at hand.
+"""Measure which techniques make a training faster, on its own model and data.
 
     python examples/advise.py                       # a network of two layers on scikit-learn's digits
     python examples/advise.py --workload cnn        # a small convolutional network on the same
     python examples/advise.py --workload text       # a transformer that continues Python's own documentation
     python examples/advise.py --seconds 180
 
-Prints where the time of an update goes, what is wrong with the set-up, and a ranked table: what each technique gives,
-and the line that switches it on. Nothing of it leaves a trace: train the same trainer afterwards, or before.
-Takes a minute at most by default.
+Prints the time of the parts of an update, problems of the set-up, and a ranked table with the gain of each technique
+and the line that enables it. The trainer is restored afterwards and can be trained before or after.
+Takes at most a minute by default.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recompute a transformer's blocks in the backward: the same weights to the last bit, from a fraction of the memory.
+"""Recompute the blocks of a transformer in the backward: bit-equal weights with a fraction of the memory.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn, each read as a sequence of 64 pixels
 Time      about 20 seconds on one CPU core

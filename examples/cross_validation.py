@@ -1,4 +1,4 @@
-"""Cross-validate a network on handwritten digits, and search its settings with scikit-learn's own tools.
+"""Cross-validate a network on handwritten digits, and search its settings with scikit-learn's tools.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn
 Time      8 to 12 seconds on one CPU core

@@ -1,4 +1,4 @@
-"""Write the gradient of a function by hand, and have `gradcheck` say whether it is right, before it is trained with.
+"""Write the gradient of a function by hand, and verify it with `gradcheck` before training.
 
 Function  log(max(p, floor)): a logarithm that stays finite where a probability is 0
 Gradient  1 / p above the floor and 0 below it. The wrong one, which is easily written, is 1 / max(p, floor)

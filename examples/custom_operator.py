@@ -1,4 +1,4 @@
-"""An operator of your own in C++ and CUDA: a gated recurrent network reads digits pixel by pixel.
+"""A custom operator in C++ and CUDA: a gated recurrent network reads digits pixel by pixel.
 
     python custom_operator.py [--build DIRECTORY]
 
@@ -9,8 +9,8 @@ Builds    custom_operator.cpp beside this file, with g++ (or what CXX names) and
 Time      4 to 6 s of training on one CPU core
 Expected  at least 90 % of the held-out digits right
 
-The operator is h[t] = decay[t] * h[t-1] + input[t], which PyTorch does not have: a loop over 64 steps is 128
-operations, each an entry of its own in the graph; one operator passes over the memory once, and once for its gradients.
+The operator is h[t] = decay[t] * h[t-1] + input[t], which PyTorch does not have. A loop over 64 steps has 128
+operations, each with its own node in the graph. The operator passes over the memory once, and once for its gradients.
 """
 
 import argparse

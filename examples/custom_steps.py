@@ -1,4 +1,4 @@
-"""Steps and updates of your own: a GAN, L-BFGS, a teacher, sharpness-aware minimization.
+"""Custom steps and updates: a GAN, L-BFGS, a teacher, sharpness-aware minimization.
 
     python custom_steps.py [gan | lbfgs | teacher | sam]
 
@@ -9,8 +9,8 @@ Expected  gan: all ten digits are drawn; lbfgs: scikit-learn's coefficients to 1
           teacher's guesses a small network learns 93 % of the held-out digits, from the rows alone 87 % (n=5);
           sam: 95.1 % against 94.7 % (n=5), a difference of two digits in 397
 
-Each class is no longer than its plain loop, and ends with the same weights:
-tests/examples/test_custom_steps.py has both.
+Each class is at most as long as its plain loop and ends with the same weights.
+tests/examples/test_custom_steps.py contains both.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""The same file on one process and on several: as many digits are right at the end, however it is started.
+"""The same script on one process and on several, with the same accuracy.
 
     python examples/ddp_digits.py
     torchrun --nproc-per-node 2 examples/ddp_digits.py
@@ -9,9 +9,9 @@ Expected  at least 98 % of the held-out digits right, whichever way, and a loss 
 Time      4 to 7 seconds of training
 Writes    runs/ddp_digits; --directory names another
 
-Started again in any of these ways, it continues from its last checkpoint; a finished run prints its result at once.
-To train once more, take another --directory. The weights are float64, so that rounding does not hide that it is one
-and the same computation; in float32 the processes add up in another order, and differ from one in the seventh digit.
+A second start in any of these ways continues from the last checkpoint. A finished run prints its result at once.
+To train again, use another --directory. The weights are float64 to show that the computation is the same. In float32
+several processes sum in another order, and the result differs in the seventh digit.
 """
 
 import argparse

@@ -1,4 +1,4 @@
-"""Preference optimization (DPO): a writer that shouts three times of four learns from pairs of answers not to.
+"""Preference optimization (DPO): a language model that writes capitals three times of four learns small letters.
 
     python examples/dpo.py
 
@@ -8,8 +8,8 @@ Time      20 s on one CPU core
 Expected  pairs whose quiet answer is the likelier one: 9 % before, 98 % after, of 500 held-out ones; what it writes
           itself is quiet in 8 %, then 79 %; a quiet answer costs it 2.75 bits a letter, then 2.80
 
-First it learns to write from both kinds, then from 1,000 pairs of them which one is preferred: by the loss of Rafailov
-et al. (arXiv 2305.18290, equation 7), against a frozen copy of what it was. The loss by hand lies in
+The model is first trained on both kinds of answers, and then on 1,000 pairs with the preferred one, by the loss of
+Rafailov et al. (arXiv 2305.18290, equation 7), with a frozen copy of itself as the reference. A hand-written loss is in
 tests/examples/test_dpo.py.
 """
 

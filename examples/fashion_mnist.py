@@ -1,4 +1,4 @@
-"""Pictures of clothes: a small convolutional network, with what makes training efficient switched on.
+"""Pictures of clothes: a small convolutional network with techniques of efficient training.
 
     python fashion_mnist.py [--data DIRECTORY] [--epochs 10] [--bf16] [--compile]
 
@@ -8,9 +8,9 @@ Time      digits: 2 to 3 seconds of training on one CPU core
 Expected  at least 98 % of the held-out digits right
 
 Pictures stay in memory as uint8. The first two layers of the model shift, flip and normalize complete batches on the
-device, so that no worker has to fetch rows. Convolutions before a BatchNorm have no bias, for it would subtract it.
-Weights lie channels-last.
-bf16 is chosen on GPUs that have it; --bf16 is for CPUs that do (AMX). --compile pays for itself in runs of minutes.
+device, so no worker has to fetch rows. Convolutions before a BatchNorm have no bias, because BatchNorm subtracts it.
+Weights have the channels-last format.
+bf16 is enabled on GPUs that support it; --bf16 enables it on CPUs with AMX. --compile pays off in runs of minutes.
 """
 
 import argparse

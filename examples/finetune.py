@@ -1,4 +1,4 @@
-"""Fine-tuning: digits from a worse scanner, learned from 50 rows by a network that knows digits from a good one.
+"""Fine-tuning: a network trained on clean digits learns digits of a worse scanner from 50 rows.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn: 1,000 as they are, to start from; the others with a
           third of the contrast and with noise, 50 to learn from and 747 to test by
@@ -6,8 +6,8 @@ Time      4 to 8 seconds of training on one CPU core
 Expected  at least 80 % of the test digits right after fine-tuning, in the mean of five draws of the 50 rows; from
           scratch 62 %, and 15 % by the first network as it is
 
-The last layers are trained first, then all, at a rate that halves with each layer towards the input. The weights that
-are tested are averaged over the last updates.
+The last layers are trained first, then all layers, with a learning rate that halves with each layer towards the input.
+The tested weights are averages over the last updates.
 """
 
 from __future__ import annotations

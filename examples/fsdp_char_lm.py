@@ -1,4 +1,4 @@
-"""A transformer that writes like Python's documentation, its weights spread over the processes by FSDP.
+"""A transformer language model of Python's documentation, with weights sharded over the processes by FSDP.
 
     torchrun --nproc-per-node 2 examples/fsdp_char_lm.py
     python examples/fsdp_char_lm.py                                   # one process, the same numbers
@@ -8,8 +8,8 @@ Expected  2.19 bits per character of held-out text (3.3 by counting pairs of cha
 Time      one minute of each of two cores, or of one alone
 Writes    runs/fsdp_char_lm: checkpoints, and weights.safetensors for one process
 
-Each process holds half of every weight, gradient and moment. A block's weights are gathered for its forward and its
-backward, so that whatever runs the model is for all processes alike: training, evaluation, and writing text too.
+Each process holds half of every weight, gradient and moment. The weights of a block are gathered for its forward and
+its backward. All processes must therefore run the model together: in training, in evaluation, and to generate text.
 """
 
 import math

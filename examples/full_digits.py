@@ -5,8 +5,8 @@ Time      2 to 3 seconds of training on one CPU core
 Expected  at least 98 % of the held-out digits right at the best epoch
 Writes    runs/full_digits
 
-Stop it and start it again: it continues from its last checkpoint. Once it is done, it shows its result at once.
-`bare_digits.py` is the same run as a plain PyTorch loop; both end with the same weights, bit for bit.
+A second start continues from the last checkpoint. A finished run shows its result at once.
+`bare_digits.py` is the same run as a plain PyTorch loop. Both end with the same weights, bit for bit.
 """
 
 from pathlib import Path

@@ -1,8 +1,8 @@
-"""Images from a folder with a subfolder for each class, read by workers, and augmented on the device.
+"""Train on a folder of images with a subfolder for each class, read by workers and augmented on the device.
 
     python examples/image_folder.py [--data DIRECTORY]
 
-Needs     Pillow, which `pip install ".[plot]"` brings
+Needs     Pillow, installed by `pip install ".[plot]"`
 Data      any folder of class folders of PNG or JPEG files; without one the 1,797 digits of scikit-learn are written as
           PNG files to runs/image_folder first. A fifth of the files is held out
 Time      6 to 12 seconds of training on one CPU core

@@ -1,4 +1,4 @@
-"""Log a run: as a table and as JSON lines, and to TensorBoard, Weights & Biases or MLflow where they are installed.
+"""Log a run as a table and as JSON lines, and to TensorBoard, Weights & Biases or MLflow if they are installed.
 
     python examples/logging_runs.py [--tensorboard] [--wandb] [--mlflow]
 
@@ -7,8 +7,8 @@ Time      1 to 2 seconds of training on one CPU core, without the loggers of oth
 Expected  at least 90 % of the held-out digits right; eight validations in the table
 Writes    runs/logged: numbers.csv, journal.jsonl, and what the loggers write; MLflow keeps pictures in mlruns
 
-A logger is an observer: it gets plain numbers, and cannot change the run. One that fails warns once, and the run goes
-to its end. Weights & Biases is offline here; without WANDB_MODE it sends the numbers to its server.
+A logger is an observer: it receives plain numbers and cannot change the run. A failing logger warns once, and the run
+continues. Weights & Biases is offline here; without WANDB_MODE it sends the numbers to its server.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Train one network whose halves lie on two GPUs; where there are fewer than two, both are on the CPU, and it says so.
+"""Train one network with its halves on two GPUs, or with both on the CPU if there are fewer than two GPUs.
 
     python examples/model_parallel.py
 
@@ -7,9 +7,9 @@ Time      2 to 4 seconds of training on one CPU core
 Expected  at least 97 % of the held-out digits right; 97.7 % on the CPU with torch 2.13.0
 Writes    runs/model_parallel; started again, it continues from there
 
-The Trainer never moves such a model, and puts each batch where its first parameters are. Carrying the activations from
-one part to the next, and the output back to where the batch is, is the model's own affair: see `forward`. The parts
-wait for each other, so that this is for a model that one device cannot hold, not for speed.
+The Trainer does not move such a model. It moves each batch to the device of the first parameters. The model's `forward`
+moves the activations from one part to the next, and the output back to the device of the batch. The parts wait for each
+other, so this is for a model that does not fit on one device, not for speed.
 """
 
 import torch

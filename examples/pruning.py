@@ -1,4 +1,4 @@
-"""Prune a network twice: weights masked one by one, and channels removed, with the size, speed and accuracy of each.
+"""Prune a network by masking weights and by removing channels, and compare size, speed and accuracy.
 
 Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 of them are held out
 Time      about 10 seconds on one CPU core

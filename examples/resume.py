@@ -1,4 +1,4 @@
-"""A run that is killed and started again ends with the bits of a run that was never killed.
+"""A killed and resumed run ends with the same bits as an uninterrupted run.
 
     python examples/resume.py
 
@@ -7,8 +7,8 @@ Time      about 10 seconds on one CPU core, most of them to import torch three t
 Expected  the killed run continues inside an epoch, and all weights of both runs are equal, bit for bit
 Writes    runs/resume/killed and runs/resume/whole, anew each time
 
-The script starts itself: once to the end, once to be killed with SIGKILL in the middle of its third epoch, once more to
-continue. The network has dropout and BatchNorm, and the order is shuffled: all that a resume has to restore.
+The script starts itself three times: to the end, until a SIGKILL in the middle of the third epoch, and to continue.
+The network has dropout and BatchNorm, and the data are shuffled. A resume has to restore the state of all of these.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Text from strings: which module of the standard library is a sentence about?
+"""Text classification from strings: find the module of the standard library that a sentence describes.
 
 Data      about 3,700 sentences from the docstrings of 8 modules of this Python; a fifth of them are held out
 Time      6 to 15 seconds of training on one CPU core
 Expected  at least 75 % of the held-out sentences right; the largest module alone would be right for 25 %
 
-Strings become numbers in `collate`, batch by batch. Words and pairs of words are hashed, so there is no vocabulary.
+`collate` converts the strings of a batch to numbers. Words and pairs of words are hashed, so there is no vocabulary.
 """
 
 from __future__ import annotations
