@@ -4,7 +4,7 @@ Data      about 3,700 sentences from the docstrings of 8 modules of this Python;
 Time      6 to 15 seconds of training on one CPU core
 Expected  at least 75 % of the held-out sentences right; the largest module alone would be right for 25 %
 
-`collate` converts the strings of a batch to numbers. Words and pairs of words are hashed, so there is no vocabulary.
+Strings are converted to numbers in `collate`. Words and pairs of words are hashed, so there is no vocabulary.
 """
 
 from __future__ import annotations
