@@ -1,11 +1,11 @@
-"""A language model of transformers, built from its config, writes like Python's documentation.
+"""Train a language model of transformers, built from its config, on Python's documentation.
 
 Needs     pip install transformers
 Data      the text behind Python's `help("while")`, as bytes; its last tenth is held out
 Time      about a minute on one CPU core
-Expected  about 2.5 bits for each byte of held-out text, where the frequencies of single bytes give 5.0
+Expected  about 2.5 bits for each byte of held-out text; the frequencies of single bytes give 5.0
 
-A model that returns its own loss needs no `loss=` and no step: it gets the batch, a dict, as keywords.
+A model that returns its loss needs no `loss=` and no custom step. It receives the batch, a dict, as keyword arguments.
 """
 
 from __future__ import annotations
