@@ -71,9 +71,10 @@ def _table(package: str) -> _Table:
 
 
 def _refuse(name: str, package: str, *, importing: bool) -> NoReturn:
-    """Raise AttributeError, or ImportError, for a name that a package does not have; it says what to write instead.
+    """Raise AttributeError, or ImportError, for a name that a package does not have.
 
-    `from package import name` turns an AttributeError into an ImportError without its text.
+    The message names what to write instead. `importing`: raised as ImportError, since `from package import name` turns
+    an AttributeError into an ImportError without its text.
     """
     from trainwright.core.errors import message
 

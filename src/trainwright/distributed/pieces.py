@@ -61,7 +61,7 @@ class PieceReader(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Placeholder:
-    """Stands in a tree for a tensor that is stored separately; `device`: its device type, "" for the CPU."""
+    """The placeholder in a tree for a tensor that is stored separately; `device`: its device type, "" for the CPU."""
 
     name: str
     device: str = ""
@@ -69,7 +69,7 @@ class Placeholder:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LazyTensor:
-    """Stands in a loaded tree for a tensor in pieces, which is read once each rank's part of it is known."""
+    """The placeholder in a loaded tree for a tensor in pieces, read once each rank's part of it is known."""
 
     reader: PieceReader
     name: str

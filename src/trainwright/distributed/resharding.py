@@ -193,7 +193,7 @@ class _DcpReader(StorageReader):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Of:
-    """Stands for all optimizer state of one parameter: its tensors are sharded like `parameter`."""
+    """A placeholder for all optimizer state of one parameter: its tensors are sharded like `parameter`."""
 
     parameter: Tensor
 
