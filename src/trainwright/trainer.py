@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from trainwright.checkpointing.checkpoint import Checkpoint
     from trainwright.distributed.ddp import DDP
     from trainwright.distributed.fsdp import FSDP
-    from trainwright.evaluation.reports import Asked, Report
+    from trainwright.evaluation.reports import Report, ReportKind
     from trainwright.fit.boundary import Boundary
     from trainwright.fit.early_stopping import EarlyStopping
     from trainwright.fit.run import Run
@@ -471,7 +471,7 @@ class Trainer(Generic[M]):
         self,
         data: Any,
         *,
-        kind: Asked = "auto",
+        kind: ReportKind = "auto",
         names: Sequence[str] | None = None,
         batch_size: int | None = None,
         max_batches: int | None = None,

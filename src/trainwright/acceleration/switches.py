@@ -114,7 +114,7 @@ def _compiled(trainer: TrainerLike, source: Source) -> Iterator[str]:
 
 
 def _short(trainer: TrainerLike, source: Source) -> Callable[[], bool]:
-    """Return a function: whether the current micro-batch, such as the last of an epoch, has fewer rows than others."""
+    """Return a function that returns whether the current micro-batch has fewer rows than others."""
     size, length = source.batch_size, source.length
 
     def is_short() -> bool:

@@ -223,7 +223,7 @@ class CheckpointManager:
         self._writer.wait()
         self._take_results()
         best = tuple(measured.update for measured in self._tracker.top)
-        job = SaveJob(self._root, self.settings, manifest, complete=self._complete, best=best, sharded=sharded)
+        job = SaveJob(self._root, self.settings, manifest, complete=self._complete, best_updates=best, sharded=sharded)
         self._writer.submit(files, job.write)
         self.is_saving = True
 
@@ -314,7 +314,7 @@ class SaveJob:
     _: KW_ONLY
     complete: Mapping[int, float]
     """The complete checkpoints before this save."""
-    best: tuple[int, ...]
+    best_updates: tuple[int, ...]
     """Updates with the best values so far. Their checkpoints may not be complete yet."""
     sharded: ShardedSave | None
     """The part of the other ranks in this save, for a sharded state."""
@@ -335,11 +335,11 @@ class SaveJob:
         seconds = time.perf_counter() - self.began
         metrics = self.manifest["metrics"]
         complete[update] = inf if settings.best is None else sort_key(metrics.get(settings.best), self.manifest["mode"])
-        for old in removable(complete, keep=settings.keep, top=settings.top, best=self.best):
+        for old in removable(complete, keep=settings.keep, top=settings.top, best_updates=self.best_updates):
             del complete[old]
             warnings += _remove(directory / update_name(old), run=self.manifest["run"])
         size = sum(map(content_size, files.values())) + (0 if self.sharded is None else self.sharded.bytes_of_others)
-        saved = Saved(path, update, best=self.best[:1] == (update,), seconds=seconds, size=size)
+        saved = Saved(path, update, best=self.best_updates[:1] == (update,), seconds=seconds, size=size)
         return SaveResult(saved, complete, warnings)
 
     def _reacquire(self, complete: dict[int, float]) -> list[str]:
@@ -512,13 +512,13 @@ class BestTracker:
 
 
 def removable(
-    complete: Mapping[int, float], *, keep: int | Literal["all"], top: int, best: Collection[int]
+    complete: Mapping[int, float], *, keep: int | Literal["all"], top: int, best_updates: Collection[int]
 ) -> list[int]:
-    """Return the updates of checkpoints to remove: all except the last `keep`, the `top` best, and those of `best`.
+    """Return the updates of checkpoints to remove: all except the last `keep`, the `top` best, and `best_updates`.
 
-    `complete`: update -> sort key of the monitored number. `best`: updates with the best values so far, whose
-    checkpoints may not be complete yet.
+    `complete`: update -> sort key of the monitored number. `best_updates`: updates with the best values so far,
+    whose checkpoints may not be complete yet.
     """
     last = sorted(complete, reverse=True)[: None if keep == "all" else keep]
     ranked = sorted((key, update) for update, key in complete.items() if key < inf)
-    return sorted(set(complete) - {*last, *(update for _, update in ranked[:top]), *best})
+    return sorted(set(complete) - {*last, *(update for _, update in ranked[:top]), *best_updates})

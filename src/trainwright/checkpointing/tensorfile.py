@@ -187,7 +187,7 @@ def _require_little_endian() -> None:
 
 
 def _other_format(prefix: bytearray) -> str:
-    """Return the kind of a file that begins with these bytes and is no safetensors file."""
+    """Return the kind of a file with these first bytes that is not a safetensors file."""
     reads = "torch.load(path, weights_only=True) reads it"
     if prefix.startswith(b"PK"):
         return f"it is an archive, as torch.save writes: {reads}"

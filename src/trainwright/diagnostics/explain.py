@@ -58,7 +58,7 @@ def _note(failure: Failure) -> str:
 
 
 def _place(failure: Failure) -> str:
-    """Return the line of user code that failed; else the step whose loss backward() failed on, or the call of `fit`."""
+    """Return the failed line of user code; else the step of the failed backward, or the call of `fit`."""
     if failure.user_place:
         return failure.user_place
     if failure.in_backward and failure.trainer._hooks.overrides_training_step:
@@ -67,7 +67,7 @@ def _place(failure: Failure) -> str:
 
 
 def _defined(trainer: Any, name: str) -> str:
-    """Return a step of the user's own, and the line where it is defined."""
+    """Return the name of a custom step with the line of its definition."""
     step = f"{type(trainer).__name__}.{name}"
     code = getattr(getattr(type(trainer), name), "__code__", None)
     return step if code is None else f"{step} ({Path(code.co_filename).name}:{code.co_firstlineno})"

@@ -33,7 +33,7 @@ from trainwright.update.batches import split as default_split
 from trainwright.update.trainer_like import TrainerLike
 
 Kind = Literal["classes", "values"]
-Asked = Literal["auto", "classes", "values"]
+ReportKind = Literal["auto", "classes", "values"]
 
 _MOST_LINES = 20
 """Maximum number of columns listed in the text."""
@@ -98,7 +98,7 @@ def report(
     trainer: TrainerLike,
     source: Source,
     *,
-    kind: Asked = "auto",
+    kind: ReportKind = "auto",
     names: Sequence[str] | None = None,
 ) -> Report:
     """Compare the outputs of `predict_step` with the targets over one pass of `source`, without side effects.
@@ -117,7 +117,7 @@ def report(
 
 
 def _made(
-    trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], kind: Asked, *, names: Sequence[str] | None
+    trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], kind: ReportKind, *, names: Sequence[str] | None
 ) -> Report:
     kind = find_task_type(trainer.loss, pairs) if kind == "auto" else kind
     made = _of_classes(trainer, pairs, names) if kind == "classes" else _of_values(pairs, names)

@@ -49,7 +49,7 @@ def bound_hooks(trainer: Any, own: set[str]) -> Hooks:
 
 
 def checked_model(model: Any) -> nn.Module:
-    """Refuse a model that is no module."""
+    """Raise TypeError for a model that is not a module."""
     if isinstance(model, nn.Module):
         return model
     kind = f"the class {model.__name__}" if isinstance(model, type) else f"a {type(model).__name__}"

@@ -29,7 +29,7 @@ class EarlyStopping:
 
     Args:
         monitor: The name of the number, such as "val_loss".
-        mode: "min" or "max". Optional for names that end in "loss", of which less is better.
+        mode: "min" or "max". Optional for names that end in "loss": the default is "min".
         patience: Validations without an improvement before the run stops.
         min_delta: A distance (0.001), a share of the best ("1%"), or "1se": the standard error of the best over its
             rows.

@@ -18,9 +18,9 @@ from trainwright.fit.plan import Ends, settings_of
 from trainwright.observers.probes import Probe, RunObserver
 from trainwright.update.trainer_like import TrainerLike
 
-SECONDS = 1.0
+EXCHANGE_INTERVAL = 1.0
 """Approximate time between two exchanges of requests."""
-MOST = 4
+MAX_GROWTH = 4
 """The largest growth of the number of updates between two exchanges: the speed may change."""
 _DEVICE = re.compile(r"\b([a-z]+):\d+\b")
 _DATA_NAMES = ("training data", "validation data")
@@ -152,12 +152,12 @@ class RankSync:
         return Requests(stop=stop, signal=number, save=bool(saves), seconds=seconds)
 
     def _next(self) -> int:
-        """Return the update about `SECONDS` from now, by the speed since the last exchange."""
+        """Return the update about `EXCHANGE_INTERVAL` from now, by the speed since the last exchange."""
         updates, now = self._counters.updates, time.perf_counter()
         before, then = self._last
         made, took = updates - before, max(now - then, 1e-6)
         if made:
-            pace = int(SECONDS * made / took)
-            self._stretch = max(1, min(pace, MOST * self._stretch))
+            pace = int(EXCHANGE_INTERVAL * made / took)
+            self._stretch = max(1, min(pace, MAX_GROWTH * self._stretch))
             self._last = (updates, now)
         return updates + self._stretch

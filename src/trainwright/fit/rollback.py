@@ -148,11 +148,11 @@ class Rollback(LoopPhase):
 
 
 def rescue(boundary: Boundary, error: BaseException) -> list[str]:
-    """Save the state from before the window in progress, where it is complete and to be saved for this error.
+    """Save the last complete state after an error; return the failures of doing so, for notes on the error.
 
-    A signal and an error of the data are always saved for; another error of user code, KeyboardInterrupt and SystemExit
-    included, with `on_error="save"`. A save in flight is awaited and reported in any case, and so are updates whose
-    records wait for other ranks. Returns the failures of this, for notes on the error that ends the run.
+    The state is saved after a signal and after an error of the data; with `on_error="save"` also after other errors of
+    user code, KeyboardInterrupt and SystemExit. A save in flight is awaited and reported in any case, as are updates
+    whose records wait for other ranks.
     """
     if boundary.run.signals.received and isinstance(error, KeyboardInterrupt):  # a second Ctrl-C
         return []
@@ -160,7 +160,7 @@ def rescue(boundary: Boundary, error: BaseException) -> list[str]:
     run, checkpoints, counters = boundary.run, boundary.checkpoints, boundary.counters
     if checkpoints is None:
         return failures
-    # Several ranks save only where all have agreed to end here: after an error the others are elsewhere.
+    # Several ranks save only if all have agreed to end here: after an error the others are at another update.
     alone = run.rank_sync is not None and not (isinstance(error, Interrupted) and not error.late)
     trained = bool(counters.rows or counters.earlier_updates)  # untrained, the corrected script may start fresh
     saves_errors = run.trainer.on_error == "save"
@@ -185,7 +185,7 @@ def rescue(boundary: Boundary, error: BaseException) -> list[str]:
 
 
 def _report_held(boundary: Boundary) -> list[str]:
-    """Report the updates whose records wait for other ranks, which do not come any more; return its failures."""
+    """Report the updates whose records still wait for other ranks; return the failures of doing so."""
     run = boundary.run
     with run.signals.held():
         try:
@@ -204,9 +204,9 @@ def ends_in(error: BaseException, *, grace: float) -> tuple[BaseException, str]:
 
 
 def _is_complete(boundary: Boundary, error: BaseException, *, saves_errors: bool) -> bool:
-    """Whether the state before the window in progress is complete, or can be rolled back to, and is to be saved.
+    """Whether to save for this error: a complete state is there, or can be rolled back to.
 
-    `saves_errors`: for errors of user code too.
+    `saves_errors`: save also for errors of user code.
     """
     run, status = boundary.run, boundary.run.strategy.status
     place = run.rollback.phase

@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 WIDEST = 100
 """Maximum width of a line in characters."""
-WORTH_SAYING = 1.0
+MIN_REPORTED_WAIT = 1.0
 """Minimum seconds of waiting, for saves or for data, that the summary reports."""
-MUCH = 0.25
+MIN_REPORTED_SHARE = 0.25
 """Minimum share of time spent waiting for data that the summary reports."""
 
 
@@ -106,7 +106,7 @@ class Console(Observer):
         if finished:
             self._print(*at_once(finished, result, self.width))
         else:
-            data_share = self._data_seconds / self._seconds if self._data_seconds >= WORTH_SAYING else 0.0
+            data_share = self._data_seconds / self._seconds if self._data_seconds >= MIN_REPORTED_WAIT else 0.0
             self._print(*footer(result, self.width, watched=watched, data_share=data_share))
 
     def _row(self, record: Validation) -> None:
@@ -185,10 +185,10 @@ def footer(result: Result, width: int = WIDEST, *, watched: Sequence[str] = (), 
     notes = [line for one in result.notes for line in joined([one], width, start=note)]
     done = f"{_many(result.epochs, 'epoch')}, {_many(result.updates, 'update')}, {duration(result.seconds)}"
     skipped = f"{result.skipped} skipped" if result.skipped else ""
-    blocked = f"{duration(result.blocked)} of it waiting for saves" if result.blocked >= WORTH_SAYING else ""
+    blocked = f"{duration(result.blocked)} of it waiting for saves" if result.blocked >= MIN_REPORTED_WAIT else ""
     parts = [part for part in (done, blocked, skipped, result.stopped) if part]
     weights, best = f"weights: {result.weights}", result.best
-    faster = [f"{note}data waited {data_share:.0%}: try workers=4"] if data_share >= MUCH else []
+    faster = [f"{note}data waited {data_share:.0%}: try workers=4"] if data_share >= MIN_REPORTED_SHARE else []
     if best is None:
         return [*courses, *notes, *joined([*parts, weights], width, start=end), *faster]
     value = f"{best.name} {number(best.value)} at epoch {best.epoch}, update {best.update}"

@@ -138,7 +138,7 @@ class Summary:
     buffers: int
     """Bytes of buffers."""
     note: str = ""
-    """The reason that it ran on the model's device; "" where it ran on the meta device."""
+    """The reason for a run on the model's device; "" for the meta device."""
 
     def __getitem__(self, name: str) -> Layer:
         """Return the layer of this name."""
