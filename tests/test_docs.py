@@ -17,6 +17,7 @@ from textwrap import indent
 from typing import Any
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = [ROOT / "docs" / "coming_from", ROOT / "docs" / "cookbook"]
@@ -39,6 +40,8 @@ FENCE = re.compile(
 )
 SHOWN = re.compile(r"\n*(?P<vary><!-- numbers vary -->\n)?```text\n(?P<text>.*?)^```$", re.M | re.S)
 NUMBER = re.compile(r"[▁▂▃▄▅▆▇█]+|\d[\d.,]*(?:e[+-]?\d+)?")
+WRITTEN_WITH = "2.13"
+"""The version of torch whose words and optimizers the output of the pages shows; with earlier ones they only run."""
 OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
 QUOTED = "quoted from "
 """Such a block must stand in the source: tests/test_docs_quotes.py looks."""
@@ -95,7 +98,7 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
             run(block, namespace)
             printed = capsys.readouterr().out
             # Pages of GUIDES only: those of the tutorial and the README have a comparison of their own.
-            if block.shown is not None and GUIDES in page.parents:
+            if block.shown is not None and GUIDES in page.parents and torch.__version__ >= WRITTEN_WITH:
                 assert prints(block, printed), f"{block.name} prints\n{printed}\nand the page shows\n{block.shown}"
 
 

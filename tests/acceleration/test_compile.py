@@ -54,7 +54,9 @@ def test_layers_of_torchs_own_are_compiled_too():
         plain, trainer = build(None, model=layers), build(by(regions), model=layers)
         for one in (plain, trainer):
             one.fit(data(20), epochs=2)
-        assert str(trainer._record.path.compiled).startswith(f"{what} by {BACKEND}: 1 graph")
+        # Torch 2.8 makes a graph for each layer that is a class of its own.
+        graphs = "3 graphs" if regions == "regional" and torch.__version__ < "2.9" else "1 graph"
+        assert str(trainer._record.path.compiled).startswith(f"{what} by {BACKEND}: {graphs}")
         assert same(weights(plain.model), weights(trainer.model))
 
 
@@ -127,6 +129,18 @@ def test_a_layer_that_is_frozen_later_is_compiled_again_with_its_reason():
     trainer.fit(data(16), epochs=2)
     assert trainer._record.path.compiled.graphs == 2
     assert any("requires_grad" in reason for reason in trainer._record.path.compiled.again)
+
+
+@pytest.mark.parametrize("frozen", [{0}, {0, 2}])
+def test_a_layer_that_is_unfrozen_later_trains_as_without_compiling(frozen):
+    class Unfreezes(Trainer):
+        def begin_epoch(self, epoch):
+            self.model.head.weight.requires_grad_(epoch not in frozen)
+
+    plain, trainer = build(None, trainer=Unfreezes), build(by("full"), trainer=Unfreezes)
+    for one in (plain, trainer):
+        one.fit(data(16), epochs=4)
+    assert same(weights(plain.model), weights(trainer.model))
 
 
 def test_a_second_fit_finds_what_the_first_has_compiled():

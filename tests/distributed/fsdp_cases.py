@@ -130,7 +130,7 @@ def backward_of(model: nn.Module, window: Any, world: ProcessGroupWorld) -> None
     for place, (x, y) in enumerate(window):
         set_sync(model, place == len(window) - 1)
         mine = slice(len(y) * world.rank // world.size, len(y) * (world.rank + 1) // world.size)
-        loss = nn.functional.mse_loss(model(x[mine]), y[mine])
+        loss = nn.functional.mse_loss(model(x[mine]).to(y.dtype), y[mine])
         (loss * (2 * world.size * len(y[mine]) / rows)).backward()
 
 

@@ -245,7 +245,7 @@ def test_a_policy_computes_in_its_type_and_reduces_in_another() -> None:
     total: list[Any] = [0.0] * len(list(net().parameters()))
     for mine in (slice(0, 3), slice(3, 6)):  # each process in bfloat16, their sum in float64
         model = net().bfloat16()
-        (nn.functional.mse_loss(model(x[mine].bfloat16()), y[mine]) * 0.5).backward()
+        (nn.functional.mse_loss(model(x[mine].bfloat16()).to(y.dtype), y[mine]) * 0.5).backward()
         total = [sum_ + p.grad.double() for sum_, p in zip(total, model.parameters(), strict=True)]
     for seen, dtypes, gradients in pool(2).run(in_bfloat16):
         assert seen == [torch.bfloat16] and dtypes == {torch.float64}

@@ -104,11 +104,11 @@ def closed_by_hand(model, optimizer, loss_of, data, *, clip=None, schedule=None)
         loss.backward()
         if clip is not None:
             nn.utils.clip_grad_norm_(model.parameters(), clip)
-        return loss
+        return loss.detach()  # LBFGS of torch 2.8 warns of a loss with a graph
 
     losses = []
     for batch in data:
-        losses.append(float(optimizer.step(partial(closure, *batch)).detach()))
+        losses.append(float(optimizer.step(partial(closure, *batch))))
         if schedule is not None:
             schedule.step()
     return losses

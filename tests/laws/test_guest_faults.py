@@ -7,6 +7,7 @@ from functools import partial
 import pytest
 
 from trainwright import EMA, TrainwrightError, Updates
+from trainwright.precision.mixed_precision import matmul_precisions
 
 from . import faults_guest as faults
 from . import test_guest, test_guest_beside, test_guest_refused
@@ -80,6 +81,8 @@ SEEN = (AssertionError, RuntimeError, TrainwrightError)
 
 @pytest.mark.parametrize("fault", SEEN_BY, ids=lambda fault: fault.__name__)
 def test_the_law_sees_the_fault(fault, monkeypatch):
+    if fault is faults.leaves_the_precision_of_a_backend and not matmul_precisions():
+        pytest.skip("backends have no float32 precision of their own in this torch")
     checks = SEEN_BY[fault] if isinstance(SEEN_BY[fault], tuple) else (SEEN_BY[fault],)
     for check in checks:
         if repr(check) not in SOUND:

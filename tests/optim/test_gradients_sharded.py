@@ -153,8 +153,9 @@ def clipped_by_hand() -> list[float]:
 
 
 def test_the_slots_clip_shards_without_a_trainer() -> None:
+    exact = 1e-13 if torch.__version__ >= "2.13" else 1e-7  # 2.8: torch multiplies shards by a float32 number
     for found in pool(2).run(clipped_by_hand):
-        assert max(map(abs, found)) < 1e-13
+        assert max(map(abs, found)) < exact
 
 
 def helpers() -> list[bool]:

@@ -57,7 +57,6 @@ def test_the_state_is_plain_data_and_a_copy(schedule):
     assert "0x" not in text
 
 
-@pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")  # of the reference, torch 2.8
 def test_a_resume_across_the_change_of_a_sequence_keeps_its_milestones():
     reference, optimizer = sgd(), sgd()
     scheduler = milestones(reference)

@@ -17,9 +17,6 @@ from trainwright.fit.arguments import _needs_a_closure
 from trainwright.optim.fused import maskable_step_of
 from trainwright.tools.debug import smoke_run
 
-# Torch 2.8's own `SequentialLR.step` causes it, in the plain loop too.
-pytestmark = pytest.mark.filterwarnings("ignore:The epoch parameter in `scheduler.step:UserWarning")
-
 SCHEDULERS = {
     "LambdaLR": lambda o: lr_scheduler.LambdaLR(o, lambda epoch: 0.9**epoch),
     "MultiplicativeLR": lambda o: lr_scheduler.MultiplicativeLR(o, lambda _: 0.9),

@@ -20,6 +20,7 @@ from trainwright.core.torch_private import (
     dynamo_config,
     dynamo_errors,
     dynamo_utils,
+    freezing_guards,
     function_mode,
     function_mode_popped,
     is_compiled,
@@ -90,7 +91,7 @@ def compiled(
     record = Compiled(f"{_described(model, chosen)} by {_backend(options)}")
     log = _Log(record)
     with ExitStack() as undo:
-        undo.enter_context(config.patch(recompile_limit=max(LIMIT, config.recompile_limit)))
+        undo.enter_context(config.patch(recompile_limit=max(LIMIT, config.recompile_limit), **freezing_guards()))
         for module in chosen:
             undo.callback(_release, module)
             call = _Call(module, options, log, is_short=is_short, looks_on=looks_on)

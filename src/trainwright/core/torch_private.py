@@ -202,6 +202,15 @@ def compiled_target(forward: Callable[..., Any], call: Callable[..., Any]) -> Ca
     return target
 
 
+def freezing_guards() -> dict[str, bool]:
+    """Settings of `torch._dynamo.config` by which a parameter that is frozen or unfrozen later is compiled again.
+
+    Torch 2.8 compares no tensor of a module whose dicts are unchanged: the old graph runs, and a parameter that is
+    unfrozen does not train. 2.13 compares them; the versions between were not tried.
+    """
+    return {"skip_tensor_guards_with_matching_dict_tags": False} if torch.__version__ < "2.13" else {}
+
+
 def dynamo_errors() -> tuple[type[Exception], type[Exception]]:
     """Return two exception classes: for errors of user code during tracing, and for all errors of the compiler."""
     from torch._dynamo import exc

@@ -135,6 +135,8 @@ def _compress(ddp: Any, kind: str, world: ProcessGroupWorld) -> None:
 
     hook = default_hooks.bf16_compress_hook if kind == "bf16" else default_hooks.fp16_compress_hook
     try:
+        if kind == "bf16" and world.backend == "gloo":  # torch itself looks at the build, not at the backend
+            raise ValueError("it does not reduce bf16")
         ddp.register_comm_hook(world.group, hook)
     except (TypeError, ValueError, RuntimeError) as error:
         backend = world.backend

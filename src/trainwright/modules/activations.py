@@ -27,7 +27,8 @@ def checkpoint_activations(model: nn.Module, blocks: Blocks | None = None) -> Ch
     Gradients are bitwise the same. Torch repeats its random draws and autocast. This function also repeats the draws of
     Python and NumPy, and makes sure that buffers, running statistics and plain attributes change only once. A forward
     cannot be recomputed if its result depends on other state that changes, or if it appends to a list. Names in the
-    `state_dict` do not change. Passes without gradients run as before.
+    `state_dict` do not change. Passes without gradients run as before. With torch before 2.13, a block that has buffers
+    is not recomputed in a compiled graph.
 
     Args:
         model: The model, or a part of it.
@@ -127,7 +128,10 @@ class _Recomputed:
             return self.plain(*values[:n], **dict(zip(names, values[n:], strict=True)))
 
         values = (*args, *kwargs.values())  # torch checks the versions of positional tensors only
-        if torch.compiler.is_compiling():  # a compiled graph changes each buffer only once
+        if torch.compiler.is_compiling():
+            # A compiled graph changes each buffer only once; in torch 2.8 the recomputation changes it again.
+            if torch.__version__ < "2.13" and any(True for _ in self.module.buffers()):
+                return self.plain(*args, **kwargs)
             return checkpoint(run, *values, use_reentrant=False)
         first = _FirstForward(self.module)
         output = checkpoint(run, *values, use_reentrant=False, context_fn=lambda: (nullcontext(), first))

@@ -94,7 +94,7 @@ def step_by_closure(run: Run, closure: Callable[[], Any], name: str | None) -> b
             norms.append(step.norm)
         step.norm = norms[0]  # report the norm of the window's gradient, not that of a trial
         chosen.gradients.lower_flags()
-        return loss
+        return loss.detach() if isinstance(loss, Tensor) else loss  # LBFGS of torch 2.8 warns of a loss with a graph
 
     if not _has_stepped(run, optimizer, evaluate):
         return False

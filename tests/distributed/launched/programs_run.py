@@ -74,7 +74,19 @@ def ended(
 def how_it_ends(process: subprocess.Popen[str], seconds: float) -> Ended:
     """Wait for the end of a process."""
     out, err = process.communicate(timeout=max(0.1, seconds))
-    return Ended(process.returncode, out, err)
+    return Ended(process.returncode, "".join(filter(is_own, out.splitlines(keepends=True))), err)
+
+
+def is_own(line: str) -> bool:
+    """Whether a line is not of those that gloo of torch 2.8 prints where processes meet."""
+    return "[Gloo] Rank" not in line and "connected peer ranks" not in line
+
+
+def read_lines(process: subprocess.Popen[str], number: int) -> list[str]:
+    """Wait for the next lines that a process prints."""
+    assert process.stdout is not None
+    lines = filter(is_own, iter(process.stdout.readline, ""))
+    return [next(lines) for _ in range(number)]
 
 
 @contextmanager

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from distributed.launched import programs
-from distributed.launched.programs_run import how_it_ends, started
+from distributed.launched.programs_run import how_it_ends, read_lines, started
 from trainwright.core.errors import DistributedError, SettingError
 from trainwright.distributed.launch import launch
 from trainwright.distributed.start import as_world
@@ -140,8 +140,7 @@ def test_the_traceback_of_the_failed_rank_is_shown_once() -> None:
 
 def test_ctrl_c_ends_all_ranks_after_each_has_saved() -> None:
     with started([[sys.executable, *AT_A_PROMPT, "wait"]]) as [process]:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
+        lines = read_lines(process, 2)
         os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all that are in its group
         end = how_it_ends(process, SECONDS)
     assert sorted(end.out.splitlines()) == ["rank 0 saves", "rank 1 saves"]
@@ -151,8 +150,7 @@ def test_ctrl_c_ends_all_ranks_after_each_has_saved() -> None:
 
 def test_processes_end_where_their_launcher_is_killed() -> None:
     with started([[sys.executable, *AT_A_PROMPT, "wait"]]) as [process]:
-        assert process.stdout is not None
-        lines = [process.stdout.readline() for _ in range(2)]
+        lines = read_lines(process, 2)
         process.kill()
         assert len(pids("".join(lines))) == 2
         assert all(gone(pid) for pid in pids("".join(lines)))

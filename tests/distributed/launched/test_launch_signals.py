@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.launched.programs_run import how_it_ends, started
+from distributed.launched.programs_run import how_it_ends, read_lines, started
 
 SECONDS = 60
 
@@ -55,8 +55,7 @@ launch(main, processes=2)
 
 def test_sigterm_is_passed_on_once_and_ends_the_launcher_after_its_processes() -> None:
     with started([[sys.executable, "-c", WAITS]]) as [process]:
-        assert process.stdout is not None
-        assert [process.stdout.readline() for _ in range(2)] == 2 * ["waits\n"]
+        assert read_lines(process, 2) == 2 * ["waits\n"]
         process.send_signal(signal.SIGTERM)
         end = how_it_ends(process, SECONDS)
     lines = end.out.splitlines()
@@ -69,8 +68,7 @@ def test_sigterm_is_passed_on_once_and_ends_the_launcher_after_its_processes() -
 def test_a_training_that_was_launched_saves_when_its_launcher_is_signalled(name: str, tmp_path: Path) -> None:
     number = getattr(signal, name)
     with started([[sys.executable, "-c", TRAINS, str(tmp_path)]]) as [process]:
-        assert process.stdout is not None
-        assert {process.stdout.readline() for _ in range(2)} == {"trains\n"}
+        assert set(read_lines(process, 2)) == {"trains\n"}
         process.send_signal(number)
         end = how_it_ends(process, SECONDS)
     assert end.code == 128 + number, end.err
