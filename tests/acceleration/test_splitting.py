@@ -86,7 +86,7 @@ def test_a_loss_over_pairs_of_rows_is_not_split():
     assert "a row's loss depends on the other rows of its micro-batch: of 4 rows at once it is" in note
 
 
-class CentredRows(nn.Module):
+class CenteredRows(nn.Module):
     """Takes the mean of its batch off each row, and has noise."""
 
     def __init__(self):
@@ -99,7 +99,7 @@ class CentredRows(nn.Module):
 
 
 def test_a_layer_over_the_batch_is_found_out_beside_noise():
-    assert "depends on the other rows" in refused(make(scarce(4, kind=CentredRows)[0]))
+    assert "depends on the other rows" in refused(make(scarce(4, kind=CenteredRows)[0]))
 
 
 def test_a_count_that_is_not_one_of_rows_is_found_out():

@@ -44,7 +44,7 @@ FONT = "font-family=\"-apple-system, 'Segoe UI', Roboto, 'Helvetica Neue', Arial
 
 @dataclass(frozen=True, slots=True)
 class Box:
-    """A folder or file: its centre, its top, and the height of the lane on which its imports leave."""
+    """A folder or file: its center, its top, and the height of the lane on which its imports leave."""
 
     name: str
     x: int
@@ -52,7 +52,7 @@ class Box:
     lane: int
 
     @property
-    def colour(self) -> str:
+    def color(self) -> str:
         return HUES[LAYERS[self.name] % len(HUES)]
 
 
@@ -105,8 +105,8 @@ def _trunk(boxes: dict[str, Box], box: Box, edges: dict[tuple[str, str], int]) -
         return ""
     start, end = min(source.lane for source in sources), box.y - 7
     return (
-        f'<line x1="{box.x}" y1="{start}" x2="{box.x}" y2="{end}" stroke="{box.colour}" stroke-width="1.5" '
-        f'stroke-opacity="0.55"/><path d="M{box.x - 5} {end - 1} h10 l-5 7 z" fill="{box.colour}"/>'
+        f'<line x1="{box.x}" y1="{start}" x2="{box.x}" y2="{end}" stroke="{box.color}" stroke-width="1.5" '
+        f'stroke-opacity="0.55"/><path d="M{box.x - 5} {end - 1} h10 l-5 7 z" fill="{box.color}"/>'
     )
 
 
@@ -118,13 +118,13 @@ def _lane(boxes: dict[str, Box], box: Box, edges: dict[tuple[str, str], int]) ->
         return ""
     line = (
         f'<path d="M{box.x} {box.y + HEIGHT} V{box.lane - 6} q0 6 6 6 H{targets[-1][0]}" fill="none" '
-        f'stroke="{box.colour}" stroke-width="1.5"/>'
+        f'stroke="{box.color}" stroke-width="1.5"/>'
     )
     dots = "".join(
-        f'<circle cx="{x}" cy="{box.lane}" r="3.5" fill="{box.colour}"/>'
+        f'<circle cx="{x}" cy="{box.lane}" r="3.5" fill="{box.color}"/>'
         f'<text x="{x + 6}" y="{box.lane - 4}" font-size="11.5" font-weight="600" stroke="#ffffff" stroke-width="4" '
         f'stroke-linejoin="round">{n}</text>'
-        f'<text x="{x + 6}" y="{box.lane - 4}" font-size="11.5" font-weight="600" fill="{box.colour}">{n}</text>'
+        f'<text x="{x + 6}" y="{box.lane - 4}" font-size="11.5" font-weight="600" fill="{box.color}">{n}</text>'
         for x, n in targets
     )
     return line + dots
@@ -132,7 +132,7 @@ def _lane(boxes: dict[str, Box], box: Box, edges: dict[tuple[str, str], int]) ->
 
 def _box(box: Box) -> str:
     return (
-        f'<rect x="{box.x - WIDTH // 2}" y="{box.y}" width="{WIDTH}" height="{HEIGHT}" rx="7" fill="{box.colour}"/>'
+        f'<rect x="{box.x - WIDTH // 2}" y="{box.y}" width="{WIDTH}" height="{HEIGHT}" rx="7" fill="{box.color}"/>'
         f'<text x="{box.x}" y="{box.y + HEIGHT // 2 + 5}" font-size="13" font-weight="600" text-anchor="middle" '
         f'fill="#ffffff">{box.name}</text>'
     )

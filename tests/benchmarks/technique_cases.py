@@ -37,7 +37,7 @@ TARGET = 0.96
 
 
 class Pictures(Dataset[Any]):
-    """Random pictures of 28 x 28, each cropped, flipped and normalised by itself, as in the MNIST examples."""
+    """Random pictures of 28 x 28, each cropped, flipped and normalized by itself, as in the MNIST examples."""
 
     def __init__(self, rows: int) -> None:
         draws = np.random.default_rng(0)

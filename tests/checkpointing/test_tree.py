@@ -189,7 +189,7 @@ def test_optimizer_and_module_states_come_back(tmp_path):
     assert back["loss"]._metadata == model.state_dict()._metadata
 
 
-class Colour(enum.Enum):
+class Color(enum.Enum):
     RED = 1
 
 
@@ -206,7 +206,7 @@ class Exploding:
     [
         ({1, 2}, "sorted"),
         (Path("x"), "str(x)"),
-        (Colour.RED, ".value"),
+        (Color.RED, ".value"),
         (Pair(1, 2), "tuple(x)"),
         (deque([1]), "list(x)"),
         (defaultdict(list), "dict(x)"),

@@ -42,7 +42,7 @@ def panels(figure):
 # --- confusion matrices
 
 
-def test_a_confusion_matrix_shows_counts_in_cells_and_shares_of_the_true_class_as_colours():
+def test_a_confusion_matrix_shows_counts_in_cells_and_shares_of_the_true_class_as_colors():
     figure = confusion_figure([[6, 2], [0, 0]], ["no", "yes"])
     axes = figure.axes[0]
     cells = {text.get_position(): text.get_text() for text in axes.texts}
@@ -71,7 +71,7 @@ def test_nothing_of_a_confusion_matrix_overlaps_or_is_cut_off(size, name):
         assert all(one.x1 < other.x0 for one, other in pairwise(boxes))
 
 
-def test_a_confusion_matrix_of_many_classes_has_colours_alone():
+def test_a_confusion_matrix_of_many_classes_has_colors_alone():
     axes = confusion_figure(torch.eye(100).long().tolist(), [str(index) for index in range(100)]).axes[0]
     assert not axes.texts and len(axes.get_xticklabels()) <= 40
 

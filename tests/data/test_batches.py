@@ -123,7 +123,7 @@ def test_order_depends_on_seed_and_epoch_only(data: Any) -> None:
     assert not same(list(batches(data, 8, shuffle=True, seed=8).epoch(0)), first[0])
 
 
-def test_neighbouring_seeds_and_epochs_share_no_order() -> None:
+def test_neighboring_seeds_and_epochs_share_no_order() -> None:
     seen = {tuple(next(batches(Y, 20, shuffle=True, seed=s).epoch(e)).tolist()) for s in range(8) for e in range(8)}
     assert len(seen) == 64
     assert len({mixed(a, b) & 0xFFFFFFFF for a in range(-20, 20) for b in range(40)}) == 1600

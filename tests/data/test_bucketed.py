@@ -1,4 +1,4 @@
-"""Batches of neighbouring lengths: every row once, an order of seed and epoch, a budget that holds, less padding."""
+"""Batches of neighboring lengths: every row once, an order of seed and epoch, a budget that holds, less padding."""
 
 from __future__ import annotations
 
@@ -62,8 +62,8 @@ def test_every_row_comes_once_in_batches_of_the_asked_size(
             assert sum(len(rows) < (size or 0) for rows in order) <= 1
 
 
-def test_rows_of_a_batch_differ_by_the_slack_or_are_neighbours() -> None:
-    """In a batch that mixes more than neighbours no row is shorter than the slack allows."""
+def test_rows_of_a_batch_differ_by_the_slack_or_are_neighbors() -> None:
+    """In a batch that mixes more than neighbors no row is shorter than the slack allows."""
     ranked = sorted(range(300), key=lambda row: LENGTHS[row])
     place = {row: rank for rank, row in enumerate(ranked)}
     for rows in made(slack=0.2).order():
@@ -87,7 +87,7 @@ def test_the_order_follows_from_seed_and_epoch_alone() -> None:
 
 
 def test_rows_are_mixed_anew_in_every_epoch() -> None:
-    """Not the same batches in another order, where rows of one length have neighbours."""
+    """Not the same batches in another order, where rows of one length have neighbors."""
     batches_of = [{frozenset(rows) for rows in made().order(epoch)} for epoch in range(2)]
     assert len(batches_of[0] & batches_of[1]) < len(batches_of[0]) / 2
 

@@ -193,6 +193,6 @@ def test_more_than_the_machine_has_is_refused_before_there_is_room_for_it() -> N
         ({"in_memory": 1}, r"in_memory=1(.|\n)*True or False"),
     ],
 )
-def test_settings_that_cannot_be_honoured_are_refused(settings: dict[str, Any], named: str) -> None:
+def test_settings_that_cannot_be_honored_are_refused(settings: dict[str, Any], named: str) -> None:
     with pytest.raises(SettingError, match=named):
         batches(Rows(KINDS["pair"]), 50, **{"in_memory": True, **settings})

@@ -164,7 +164,7 @@ def test_a_group_of_one_process_is_refused_where_mpirun_has_started_two(says, se
     says(OMPI)
     torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
     try:
-        with pytest.raises(SettingError, match="the initialised process group has 1 process, and OMPI_COMM_WORLD_SIZE"):
+        with pytest.raises(SettingError, match="the initialized process group has 1 process, and OMPI_COMM_WORLD_SIZE"):
             as_world(settings)
         assert as_world(None).size == 1
     finally:

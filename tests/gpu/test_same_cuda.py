@@ -43,7 +43,7 @@ CLOSE = {None: 1e-5, "bf16": 1e-3, "fp16": 1e-3}
 """Of the largest weight, after 50 updates, by precision.
 
 Rates lie on the device as float32, and clipping is folded into the step, which moves last bits of the weights. Under
-autocast such a weight rounds to its neighbour now and then, 2^-8 away in bf16, which the gradients after it see: up to
+autocast such a weight rounds to its neighbor now and then, 2^-8 away in bf16, which the gradients after it see: up to
 1.2e-4 on the CPU, where a rate that is left as it was moves the weights by 1e-2.
 """
 

@@ -75,7 +75,7 @@ def check_level(trainer: Any, level: str) -> None:
 
 @pytest.mark.parametrize("kind", DATA)
 @pytest.mark.parametrize("level", LEVELS)
-def test_twenty_updates_synchronise_nothing(level: str, kind: str, device: torch.device) -> None:
+def test_twenty_updates_synchronize_nothing(level: str, kind: str, device: torch.device) -> None:
     trainer = run_of(level, device, metrics={"accuracy": accuracy})
     steady(trainer, data_for(level, kind), partial(no_sync, device))
     check_level(trainer, level)

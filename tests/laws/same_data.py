@@ -156,7 +156,7 @@ def passes(read, loader, epochs=3):
 
 
 def check_loader(settings=SAMPLERS["shuffled"], data=SETS["pair"]):
-    """The batches of a recognised loader, all random states with each of them."""
+    """The batches of a recognized loader, all random states with each of them."""
     seeded()
     theirs = DataLoader(data(), **settings())
     expected = passes(lambda _: theirs, theirs)

@@ -167,8 +167,8 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
             "laws/test_same_deferred.py::test_a_deferred_check_is_an_immediate_one",
             "laws/test_same_deferred.py::test_a_fault_is_noticed",
         ),
-        "data in memory and recognised loaders": (
-            "laws/test_same_data.py::test_a_fit_over_a_recognised_loader_ends_with_the_weights_of_the_plain_loop",
+        "data in memory and recognized loaders": (
+            "laws/test_same_data.py::test_a_fit_over_a_recognized_loader_ends_with_the_weights_of_the_plain_loop",
             "laws/test_same_data.py::test_a_fault_is_seen",
         ),
         "fused kernels": (

@@ -23,7 +23,7 @@ from .same_data import DATA, ROWS, SAMPLERS, SETS, X, Y, check_batches, check_lo
 
 
 @pytest.mark.parametrize("name", SAMPLERS)
-def test_a_recognised_loader_gives_and_draws_what_the_plain_loop_over_it_does(name):
+def test_a_recognized_loader_gives_and_draws_what_the_plain_loop_over_it_does(name):
     check_loader(SAMPLERS[name])
 
 
@@ -34,7 +34,7 @@ def test_tensors_of_every_kind_and_their_subsets_come_as_the_loader_gives_them(n
 
 
 @pytest.mark.parametrize("name", ["in order", "shuffled", "shuffled, its own generator", "weighted", "twice over"])
-def test_a_fit_over_a_recognised_loader_ends_with_the_weights_of_the_plain_loop(name):
+def test_a_fit_over_a_recognized_loader_ends_with_the_weights_of_the_plain_loop(name):
     check_training(SAMPLERS[name])
 
 
@@ -46,7 +46,7 @@ def test_batches_in_memory_are_those_of_a_loader_with_the_same_order(name, shuff
 
 @pytest.mark.parametrize("name", [name for name in SAMPLERS if name != "lazily"])
 @pytest.mark.parametrize("epoch", [0, 1])
-def test_a_recognised_loader_goes_on_inside_an_epoch(name, epoch):
+def test_a_recognized_loader_goes_on_inside_an_epoch(name, epoch):
     seeded()
     source = open_source(DataLoader(DATA, **SAMPLERS[name]()))
     for earlier in range(epoch):
@@ -68,7 +68,7 @@ def test_a_recognised_loader_goes_on_inside_an_epoch(name, epoch):
 @pytest.mark.parametrize(
     "name", ["in order", "shuffled", "shuffled, its own generator", "weighted", "of a subset", "by a list"]
 )
-def test_the_slices_of_a_recognised_loader_are_the_batches_of_the_loader(name):
+def test_the_slices_of_a_recognized_loader_are_the_batches_of_the_loader(name):
     seeded()
     expected = list(DataLoader(DATA, **SAMPLERS[name]()))
     parts = []
@@ -93,7 +93,7 @@ def calls_per_batch(read):
 
 @pytest.mark.usefixtures("no_garbage")
 @pytest.mark.parametrize("name", ["in order", "shuffled", "shuffled, its own generator", "weighted", "of a subset"])
-def test_a_recognised_loader_runs_no_python_for_a_row_and_next_to_none_for_a_batch(name):
+def test_a_recognized_loader_runs_no_python_for_a_row_and_next_to_none_for_a_batch(name):
     data = TensorDataset(torch.randn(4000, 2), torch.randn(4000))
     settings = SAMPLERS[name]()
     if name == "weighted":

@@ -22,11 +22,11 @@ EPOCHS = 3
 
 
 class Both(Trainer[nn.Module]):
-    """Classes of labelled rows, and outputs that stay near those of unlabelled ones: a sum over all rows of both."""
+    """Classes of labeled rows, and outputs that stay near those of unlabeled ones: a sum over all rows of both."""
 
     def training_step(self, batch: Any) -> Any:
-        x, y = batch["labelled"]
-        (u,) = batch["unlabelled"]
+        x, y = batch["labeled"]
+        (u,) = batch["unlabeled"]
         return SumLoss(*total(self.model, x, y, u))
 
 
@@ -45,16 +45,16 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def loaders(*, kind: str = "batches") -> dict[str, Any]:
-    """40 labelled rows in batches of 8, 18 others in batches of 6."""
+    """40 labeled rows in batches of 8, 18 others in batches of 6."""
     x, y = rows_of_classes(40)
     u, _ = rows_of_classes(18, seed=9)
     if kind == "loaders":
         torch.manual_seed(6)
         return {
-            "labelled": DataLoader(TensorDataset(x, y), 8, shuffle=True),
-            "unlabelled": DataLoader(TensorDataset(u), 6, shuffle=True),
+            "labeled": DataLoader(TensorDataset(x, y), 8, shuffle=True),
+            "unlabeled": DataLoader(TensorDataset(u), 6, shuffle=True),
         }
-    return {"labelled": batches((x, y), 8, shuffle=True, seed=3), "unlabelled": batches((u,), 6, shuffle=True, seed=4)}
+    return {"labeled": batches((x, y), 8, shuffle=True, seed=3), "unlabeled": batches((u,), 6, shuffle=True, seed=4)}
 
 
 def by_hand(accumulate: int) -> dict[str, Any]:
@@ -64,11 +64,11 @@ def by_hand(accumulate: int) -> dict[str, Any]:
 
     def others() -> Iterator[Tensor]:
         for _ in cycle([0]):
-            yield from (u for (u,) in given["unlabelled"])
+            yield from (u for (u,) in given["unlabeled"])
 
     other = others()
     for _ in range(EPOCHS):
-        micro = [(x, y, next(other)) for x, y in given["labelled"]]
+        micro = [(x, y, next(other)) for x, y in given["labeled"]]
         for start in range(0, len(micro), accumulate):
             optimizer.zero_grad()
             sums = [total(model, *one) for one in micro[start : start + accumulate]]

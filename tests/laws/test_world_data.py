@@ -219,7 +219,7 @@ def normal(rows: int, sync: bool) -> dict[str, Any]:
 
 
 def normal_by_hand(rows: int, size: int, sync: bool) -> dict[str, Any]:
-    """Each slice is normalised by itself, with statistics of its process; those of the first are evaluated."""
+    """Each slice is normalized by itself, with statistics of its process; those of the first are evaluated."""
     model, optimizer = start(nn.BatchNorm1d(8))
     own = [{name: value.clone() for name, value in model.named_buffers()} for _ in range(size)]
     x, y = rows_of_classes(rows)
@@ -258,7 +258,7 @@ def check_normal(run: Any, rows: int, size: int, sync: bool = False) -> None:
 
 @pytest.mark.parametrize("sync", [False, True])
 @pytest.mark.parametrize(("rows", "size"), [(24, 2), (19, 2), (19, 3), (21, 3)])
-def test_slices_are_normalised_by_themselves_and_the_first_ones_statistics_count(
+def test_slices_are_normalized_by_themselves_and_the_first_ones_statistics_count(
     rows: int, size: int, sync: bool
 ) -> None:
     check_normal(pool(size).run, rows, size, sync)

@@ -234,7 +234,7 @@ def test_a_part_that_falls_out_of_use_inside_an_epoch_is_refused_before_weights_
         assert before == after
 
 
-def travelled(accumulate: int, batches: int) -> dict[str, float]:
+def traveled(accumulate: int, batches: int) -> dict[str, float]:
     x, y = rows_of_classes(BATCH * batches)
     model = nn.Sequential(*perceptron(5, 3)).double()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -244,9 +244,9 @@ def travelled(accumulate: int, batches: int) -> dict[str, float]:
     return counts | {"updates": result.updates, "seconds": result.seconds}
 
 
-def check_travelled(run: Any, accumulate: int) -> None:
+def check_traveled(run: Any, accumulate: int) -> None:
     """The buckets are summed once per update, and nothing else is."""
-    few, many = (run(travelled, accumulate, batches) for batches in (12, 52))
+    few, many = (run(traveled, accumulate, batches) for batches in (12, 52))
     for short, long in zip(few, many, strict=True):
         more = {name: long[name] - short[name] for name in long}
         assert more["updates"] == more["reduced"] == 40 / accumulate
@@ -256,7 +256,7 @@ def check_travelled(run: Any, accumulate: int) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 4])
 def test_gradients_travel_once_per_update_and_nothing_beside_them(accumulate: int) -> None:
-    check_travelled(pool(2).run, accumulate)
+    check_traveled(pool(2).run, accumulate)
 
 
 def test_gradients_may_travel_in_half_precision() -> None:
@@ -265,8 +265,8 @@ def test_gradients_may_travel_in_half_precision() -> None:
     assert 1e-9 < apart(first["weights"], expected["weights"]) < 2e-3
 
 
-def refusal(settings: dict[str, Any], normalised: bool = False) -> str:
-    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) if normalised else nn.Linear(5, 3)
+def refusal(settings: dict[str, Any], normalized: bool = False) -> str:
+    model = nn.Sequential(nn.Linear(5, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)) if normalized else nn.Linear(5, 3)
     before = flat(model.double())
     with pytest.raises(SettingError) as refused:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

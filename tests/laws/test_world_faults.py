@@ -16,7 +16,7 @@ from .world_runs import Case
 pytestmark = pytest.mark.slow
 
 SEEN_BY: dict[Callable[..., None], Callable[..., None]] = {
-    world_faults.no_sync_is_dropped: partial(test_world_ddp.check_travelled, accumulate=4),
+    world_faults.no_sync_is_dropped: partial(test_world_ddp.check_traveled, accumulate=4),
     world_faults.processes_weigh_alike: partial(test_world.check_case, case=Case(51, counts="tokens")),
     world_faults.gradients_are_summed: partial(test_world.check_case, case=Case(64, clip=0.05)),
     world_faults.what_counts_elsewhere_is_not_known: partial(test_world.check_case, case=Case(51, counts="tokens")),

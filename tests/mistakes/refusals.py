@@ -67,7 +67,7 @@ def assert_untouched(trainer, before):
 
 
 def entry(text, label):
-    """The text of one labelled line, or ""."""
+    """The text of one labeled line, or ""."""
     found = re.search(rf"^  {label} +(.*)$", text, re.M)
     return found[1] if found else ""
 

@@ -24,7 +24,7 @@ def test_a_backend_that_this_torch_lacks_is_refused_by_name():
 
 
 @pytest.mark.parametrize("device", ["xla", "hpu", "privateuseone", torch.device("vulkan")])
-def test_neighbours_of_it_too(device):
+def test_neighbors_of_it_too(device):
     assert f"device={str(device)!r}, and this torch cannot use it\n" in refusal(device=device)
 
 

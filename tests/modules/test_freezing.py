@@ -1,4 +1,4 @@
-"""Freezing: no gradients, and normalisation that stays in eval mode through train(), copies and pickles."""
+"""Freezing: no gradients, and normalization that stays in eval mode through train(), copies and pickles."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def test_a_layer_frozen_by_hand_elsewhere_is_left_alone():
     assert marked(model) == {*NORMS, "head.1"}
 
 
-def test_normalisation_without_statistics_is_left_alone():
+def test_normalization_without_statistics_is_left_alone():
     model = nn.Sequential(nn.BatchNorm1d(2, track_running_stats=False), nn.InstanceNorm1d(2, affine=True))
     freeze(model)
     assert marked(model) == set()

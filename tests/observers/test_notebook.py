@@ -69,7 +69,7 @@ def test_a_report_on_values_shows_them_too() -> None:
     assert {"R2", "MAE", "RMSE", "0", "1", "all"} <= set(Cells(trainer.report((x, x[:, :2]))._repr_html_()).texts)
 
 
-def test_text_is_escaped_and_no_colour_is_set() -> None:
+def test_text_is_escaped_and_no_color_is_set() -> None:
     evil = "<script>alert('&')</script>"
     result = Result(
         [{"epoch": 1.0, "update": 1.0, evil: 1.0}], Best(evil, 1.0, 1, 1), 1, 1, evil, 1.0, notes=(evil, evil)

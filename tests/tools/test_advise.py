@@ -30,7 +30,7 @@ from trainwright.tools.advising import FEWEST, SEVERAL, Effect, effect_of, noise
 from trainwright.tools.techniques import Phases, Technique, peak_memory, process_settings, techniques
 from trainwright.tools.trial import open_afresh, traceless
 
-# recorded on a shared machine with two busy neighbours, by the clock: the trainer against itself, and a switch that
+# recorded on a shared machine with two busy neighbors, by the clock: the trainer against itself, and a switch that
 # changes nothing
 ITSELF = (0.62, 1.41, 0.88, 1.75, 1.02, 0.71, 1.33, 1.90, 0.97)
 NOTHING = (1.34, 1.88, 1.10, 1.52, 0.90, 1.45, 1.60, 1.21, 1.39)
@@ -148,7 +148,7 @@ class SimulatedClock:
         self.wall = self.cpu = 0.0
 
     def spend(self, seconds, *, cpu=True):
-        """CPU time of an update is exact; by the clock a neighbour adds up to twice as much."""
+        """CPU time of an update is exact; by the clock a neighbor adds up to twice as much."""
         self.wall += seconds * (1 + 2 * DRAW.random()) if cpu else seconds
         self.cpu += seconds if cpu else 0.0
 

@@ -258,16 +258,16 @@ def _with_loss(model: nn.Module) -> Trainer[Any]:
     return Trainer(fresh, optimizer, loss, console=False)
 
 
-def normalised(layer: nn.Module) -> Callable[[], Trainer[Any]]:
+def normalized(layer: nn.Module) -> Callable[[], Trainer[Any]]:
     return lambda: make_trainer(nn.Sequential(layer, nn.Linear(4, 2)))
 
 
 def test_statistics_that_another_fold_has_moved_are_refused_and_frozen_ones_are_not() -> None:
     with pytest.raises(SettingError, match=r"gave statistics '0.running_mean' of fold 0 again, to fold 1"):
-        cross_validate(normalised(nn.BatchNorm1d(4, affine=False)), (x, y), 2, batch_size=16, epochs=1)
+        cross_validate(normalized(nn.BatchNorm1d(4, affine=False)), (x, y), 2, batch_size=16, epochs=1)
     layer = nn.Sequential(nn.BatchNorm1d(4, affine=False))
     freeze(layer)
-    assert len(cross_validate(normalised(layer), (x, y), 2, batch_size=16, epochs=1).folds) == 2
+    assert len(cross_validate(normalized(layer), (x, y), 2, batch_size=16, epochs=1).folds) == 2
 
 
 @pytest.mark.parametrize("index", range(5))

@@ -207,7 +207,7 @@ def test_operations_that_torch_has_no_formula_for_are_said() -> None:
     assert found[""].uncounted and "no formula" in str(found)
 
 
-def test_what_cannot_be_summarised_is_refused() -> None:
+def test_what_cannot_be_summarized_is_refused() -> None:
     with pytest.raises(SettingError, match="has no shape yet"):
         summary(nn.LazyLinear(3), X)
     with pytest.raises(SettingError, match='"meta" or "device"'):

@@ -131,16 +131,16 @@ WAYS = [
 ]
 
 
-class Centred(nn.Module):
-    """A loss with a running centre."""
+class Centered(nn.Module):
+    """A loss with a running center."""
 
     def __init__(self):
         super().__init__()
-        self.register_buffer("centre", torch.zeros(1))
+        self.register_buffer("center", torch.zeros(1))
 
     def forward(self, output, target):
-        self.centre = 0.9 * self.centre + 0.1 * output.detach().mean(0)
-        return ((output - self.centre - target) ** 2).mean()
+        self.center = 0.9 * self.center + 0.1 * output.detach().mean(0)
+        return ((output - self.center - target) ** 2).mean()
 
 
 def built(cls):
@@ -172,14 +172,14 @@ def same(one, other):
 @pytest.mark.parametrize("cls", WAYS)
 def test_a_skipped_update_restores_every_buffer_that_its_forward_has_changed(cls):
     model, optimizer = built(cls)
-    loss = Centred()
+    loss = Centered()
     trainer = Trainer(model, optimizer, loss, on_nonfinite="skip", console=False)
     result = trainer.fit(POISONED, epochs=1)
     assert (result.updates, result.skipped) == (6, 1)
     expected, other = built(cls)
-    centred = Centred()
-    by_hand(expected, other, centred, [pair for i, pair in enumerate(DATA) if i != BAD])
-    assert same(tensors(model, loss), tensors(expected, centred))
+    centered = Centered()
+    by_hand(expected, other, centered, [pair for i, pair in enumerate(DATA) if i != BAD])
+    assert same(tensors(model, loss), tensors(expected, centered))
 
 
 def test_buffers_of_layers_that_begin_epoch_adds_are_restored():

@@ -28,7 +28,7 @@ _MOST_CELLS = 40
 _MOST_PANELS = 12
 """The most columns with separate panels."""
 _POSITIONS = frozenset({"epoch", "update"})
-_GREY = "0.55"
+_GRAY = "0.55"
 
 
 def warn_of_missing_plots() -> None:
@@ -152,11 +152,11 @@ def lr_range_figure(
     figure = _figure(6.4, 4.0)
     axes = figure.add_subplot()
     _plain_frame(axes)
-    axes.plot(rates, losses, ".", color=_GREY, markersize=4, label="each update")
+    axes.plot(rates, losses, ".", color=_GRAY, markersize=4, label="each update")
     axes.plot(rates, smoothed, linewidth=1.8, label="smoothed")
     for number, (name, rate) in enumerate(marks.items()):
-        colour, style = ("tab:red", "-") if number == 0 else (("tab:green", "tab:purple")[number % 2], ":")
-        axes.axvline(rate, color=colour, linestyle=style, linewidth=1.2, label=f"{name}: {rate:.3g}")
+        color, style = ("tab:red", "-") if number == 0 else (("tab:green", "tab:purple")[number % 2], ":")
+        axes.axvline(rate, color=color, linestyle=style, linewidth=1.2, label=f"{name}: {rate:.3g}")
     if rates and min(rates) > 0:
         axes.set_xscale("log")
     if losses:
@@ -244,8 +244,8 @@ def _write_counts(axes: Any, counts: Sequence[Sequence[int]], shares: Sequence[S
     size = min(10.0 if len(counts) <= 24 else 7.0, 34 / digits)
     for true, row in enumerate(counts):
         for guess, count in enumerate(row):
-            colour = "white" if shares[true][guess] > 0.55 else "0.15" if count else "0.75"
-            axes.text(guess, true, str(count), ha="center", va="center", color=colour, fontsize=size)
+            color = "white" if shares[true][guess] > 0.55 else "0.15" if count else "0.75"
+            axes.text(guess, true, str(count), ha="center", va="center", color=color, fontsize=size)
 
 
 def _draw_values(axes: Any, true: Tensor, predicted: Tensor, *, title: str) -> None:
@@ -259,7 +259,7 @@ def _draw_values(axes: Any, true: Tensor, predicted: Tensor, *, title: str) -> N
     if many:
         low = min(float(true.min()), float(predicted.min()))
         high = max(float(true.max()), float(predicted.max()))
-        axes.plot([low, high], [low, high], color=_GREY, linestyle="--", linewidth=1, zorder=1)
+        axes.plot([low, high], [low, high], color=_GRAY, linestyle="--", linewidth=1, zorder=1)
         margin = 0.05 * (high - low) or 1.0
         axes.set(xlim=(low - margin, high + margin), ylim=(low - margin, high + margin))
     axes.set_aspect("equal")
@@ -307,7 +307,7 @@ def _mark_best(
     place = next((row[unit] for row in rows if row["update"] == best.update), None)
     if place is None:
         return
-    axes.axvline(place, color=_GREY, linestyle=":", linewidth=1, zorder=1)
+    axes.axvline(place, color=_GRAY, linestyle=":", linewidth=1, zorder=1)
     if best.name in names:
         label = f"best: {best.value:.4g} ({unit} {place:g})"
         axes.plot(

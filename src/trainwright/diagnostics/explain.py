@@ -51,7 +51,7 @@ def _note(failure: Failure) -> str:
     lines += [f"  {name:<9}{shown(value)}" for name, value in entries.items() if value is not MISSING]
     found = explanation_of(failure)
     if found is not None:
-        lines.append(_labelled(*found))
+        lines.append(_labeled(*found))
     if place := _place(failure):
         lines.append(f"  where    {place}")
     return "\n".join(lines)
@@ -105,11 +105,11 @@ def _name_the_step(error: StepError, trainer: Any) -> None:
     note = f"{NOTE}{_defined(trainer, name)}"
     found = explain_own_backward(trainer) if name == "training_step" else None
     if found is not None:
-        note = f"{note}\n{_labelled(*found)}"
+        note = f"{note}\n{_labeled(*found)}"
     elif name != names[0] and not str(error).startswith("a step returned None"):
-        note = f"{note}\n{_labelled(*_IN_VALIDATION)}"
+        note = f"{note}\n{_labeled(*_IN_VALIDATION)}"
     error.add_note(note)
 
 
-def _labelled(cause: str, fix: str) -> str:
+def _labeled(cause: str, fix: str) -> str:
     return f"  why      {cause}\n  fix      {fix}"

@@ -121,7 +121,7 @@ def convert_batchnorm(model: nn.Module, world: ProcessGroupWorld, *, device: tor
     if device.type == "cpu" or _is_norm(model):
         have = "a model that is a BatchNorm layer itself" if _is_norm(model) else "a model on the cpu"
         what = "DDP(sync_batchnorm=True): torch's SyncBatchNorm, which takes a layer's place"
-        fix = "DDP() without sync_batchnorm: each process normalises over its own rows"
+        fix = "DDP() without sync_batchnorm: each process normalizes over its own rows"
         raise SettingError(what, have=have, want="BatchNorm layers inside a model on an accelerator", fix=fix)
     nn.SyncBatchNorm.convert_sync_batchnorm(model, world.group)  # in place, except for a bare BatchNorm layer
 

@@ -100,12 +100,12 @@ def _of_initialized(settings: Parallel, device_type: str) -> World:
     stated = os.environ.get("WORLD_SIZE", str(size))
     if stated != str(size):
         raise SettingError(
-            f"the initialised process group has {size} processes, and WORLD_SIZE is {stated}",
+            f"the initialized process group has {size} processes, and WORLD_SIZE is {stated}",
             want="one of the two: the group that torch.distributed has, or the environment's",
             fix="unset WORLD_SIZE, or let Trainer make the group, or parallel=None",
         )
     if size == 1:
-        check_alone("the initialised process group has 1 process")
+        check_alone("the initialized process group has 1 process")
     if size == 1 and not settings.shards:
         return World()
     _check_serves(dist, settings, device_type)
@@ -120,13 +120,13 @@ def _check_serves(dist: Any, settings: Parallel, device_type: str) -> None:
     devices = {pair.partition(":")[0] for pair in served} if ":" in next(iter(served)) else {device_type}
     if device_type not in devices:
         raise SettingError(
-            f"the initialised process group carries no tensors of {device_type}",
+            f"the initialized process group carries no tensors of {device_type}",
             have=f"its backend is {dist.get_backend_config()}",
             fix=f'init_process_group("cpu:gloo,{device_type}:{_backend_of(dist, device_type)}"), or device="cpu"',
         )
     if settings.backend is not None and settings.backend.rpartition(":")[2] not in dist.get_backend_config():
         raise SettingError(
-            f"backend={settings.backend!r}, and the initialised process group is of another one",
+            f"backend={settings.backend!r}, and the initialized process group is of another one",
             have=dist.get_backend_config(),
             fix="leave backend out",
         )

@@ -260,10 +260,10 @@ def _statistics(trainer: TrainerLike) -> dict[str, Tensor]:
 
 def _part(trainer: TrainerLike) -> Shard:
     mesh = trainer.world.mesh
-    return Shard(mesh.rank, mesh.data, least=2 if _normalises_rows(trainer) else 1)
+    return Shard(mesh.rank, mesh.data, least=2 if _normalizes_rows(trainer) else 1)
 
 
-def _normalises_rows(trainer: TrainerLike) -> bool:
+def _normalizes_rows(trainer: TrainerLike) -> bool:
     """Return whether a layer in train mode normalizes over rows, and so fails on a slice of one row.
 
     A model with all modules in eval mode counts too, since `fit` switches it to train mode.

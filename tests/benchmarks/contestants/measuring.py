@@ -110,7 +110,7 @@ def _rounds(contestants: list[Contestant], rounds: int, once: Any) -> dict[str, 
 
 
 def _order(contestants: list[Contestant], number: int) -> list[Contestant]:
-    """Return an order drawn for each two rounds, there and back: a drift cancels, and neighbours change."""
+    """Return an order drawn for each two rounds, there and back: a drift cancels, and neighbors change."""
     drawn = random.Random(number // 2).sample(contestants, len(contestants))
     return drawn[::-1] if number % 2 else drawn
 

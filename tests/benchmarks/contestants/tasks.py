@@ -235,7 +235,7 @@ def wide_mlp() -> nn.Module:
 
 
 class Block(nn.Module):
-    """A layer of a transformer, its normalisations first."""
+    """A layer of a transformer, its normalizations first."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

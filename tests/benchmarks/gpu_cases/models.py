@@ -63,7 +63,7 @@ def resnet(
 
 
 class Block(nn.Module):
-    """A layer of a GPT, its normalisations first."""
+    """A layer of a GPT, its normalizations first."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()

@@ -36,12 +36,12 @@ def settings_share_a_group() -> list[float]:
 @pytest.mark.parametrize(
     ("given", "text"),
     [
-        (("cpu", None, "3"), "the initialised process group has 2 processes, and WORLD_SIZE is 3\n"),
-        (("xpu", None, None), "the initialised process group carries no tensors of xpu\n  have  .*cpu:gloo"),
-        (("cpu", "mpi", None), "backend='mpi', and the initialised process group is of another one\n  have  .*gloo"),
+        (("cpu", None, "3"), "the initialized process group has 2 processes, and WORLD_SIZE is 3\n"),
+        (("xpu", None, None), "the initialized process group carries no tensors of xpu\n  have  .*cpu:gloo"),
+        (("cpu", "mpi", None), "backend='mpi', and the initialized process group is of another one\n  have  .*gloo"),
     ],
 )
-def test_an_initialised_group_that_does_not_fit_is_refused_on_all(ranks2: Pool, given, text) -> None:
+def test_an_initialized_group_that_does_not_fit_is_refused_on_all(ranks2: Pool, given, text) -> None:
     first, second = ranks2.run(refused, *given)
     assert first == second
     with pytest.raises(SettingError, match=text):
