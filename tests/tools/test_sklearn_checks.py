@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from inspect import signature
 from typing import Any
 
 import pytest
@@ -17,6 +18,9 @@ NOT_PASSED = {
     ),
 }
 """The checks that fail, each with the reason."""
+if "xfail_strict" not in signature(parametrize_with_checks).parameters:
+    reason = "parametrize_with_checks of this scikit-learn passes an iterator, which pytest 9 refuses"
+    pytest.skip(reason, allow_module_level=True)
 
 
 @pytest.mark.slow
