@@ -1,4 +1,4 @@
-"""A stream that every worker of a loader reads whole is told once, and nothing else is taken for one."""
+"""A stream that every dataloader worker reads completely is warned of once, and nothing else is taken for one."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ def fit(data: Any) -> int:
     return trainer.fit(data, epochs=2).updates
 
 
-def test_a_stream_that_each_worker_reads_whole_is_told_once() -> None:
+def test_a_stream_that_each_worker_reads_completely_is_warned_of_once() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert fit(DataLoader(Naive(), batch_size=4, num_workers=2)) == 24
-    assert [str(one.message)[: len(SAYS)] for one in caught] == [SAYS]
+    ours = [str(one.message) for one in caught if "fork()" not in str(one.message)]  # Python's own from 3.12 on
+    assert [text[: len(SAYS)] for text in ours] == [SAYS]
 
 
 @pytest.mark.parametrize("loader", [{"num_workers": 2}, {"num_workers": 1}, {}])
-def test_a_stream_that_is_sharded_is_not_told(loader: dict[str, int]) -> None:
+def test_a_sharded_stream_is_not_warned_of(loader: dict[str, int]) -> None:
     assert fit(DataLoader(Dealt(), batch_size=4, **loader)) == 12
 
 
-def test_a_stream_that_one_worker_reads_is_not_told() -> None:
+def test_a_stream_that_one_worker_reads_is_not_warned_of() -> None:
     assert fit(DataLoader(Naive(), batch_size=4, num_workers=1)) == 12
 
 
