@@ -112,8 +112,8 @@ def test_the_readme_states_the_lines_of_the_programs() -> None:
     counted = {name: lines(of_page[0].code) - SHARED_LINES for name, of_page in pages.items()}
     ours = lines(pages["lightning"][1].code)
     stated = (
-        f"is {ours} lines of code here, {counted['plain_loop']} as a plain loop and\nin Ignite, "
-        f"{counted['accelerate']} in Accelerate, {counted['lightning']} in Lightning and transformers"
+        f"has {ours} lines of code here, {counted['plain_loop']} as a plain loop and\nin Ignite, "
+        f"{counted['accelerate']} in Accelerate, and {counted['lightning']} in Lightning and transformers"
     )
     assert counted["ignite"] == counted["plain_loop"] and counted["transformers"] == counted["lightning"]
     assert stated in (ROOT / "README.md").read_text()
