@@ -12,7 +12,7 @@ from dataclasses import FrozenInstanceError, fields, replace
 
 import pytest
 import torch
-from refusals import make, network, pieces
+from refusals import entry, make, network, noted, pieces
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -42,8 +42,10 @@ from trainwright.core.suggestions import (
     FOREIGN_HELPERS,
     FOREIGN_METHODS,
     OWN_ARGUMENTS,
+    RESERVED,
     with_value,
 )
+from trainwright.metrics import F1, MAE
 
 EVENTS = {
     "on_train_epoch_start": "begin_epoch",
@@ -112,6 +114,20 @@ def test_a_method_that_only_another_library_calls_is_refused_with_what_to_write(
         exec(f"{fix.splitlines()[0]}\n    return None", namespace)
         (hook,) = (function for function in namespace.values() if inspect.isfunction(function))
         make(type("Fixed", (Trainer,), {hook.__name__: hook}))
+
+
+HOOKS_OF_TRANSFORMERS = (
+    *("compute_loss", "compute_metrics", "get_train_dataloader", "get_eval_dataloader", "get_test_dataloader"),
+    *("create_optimizer", "create_scheduler", "create_optimizer_and_scheduler", "prediction_step", "evaluation_loop"),
+)
+
+
+@pytest.mark.parametrize("name", HOOKS_OF_TRANSFORMERS)
+def test_a_hook_of_transformers_is_refused_but_not_where_the_class_itself_calls_it(name):
+    refusal_of(name)
+    step = eval(f"lambda self, batch: self.{name}(batch)")
+    mine = {name: lambda self, batch: self.loss(self.model(batch[0]), batch[1]), "training_step": step}
+    assert make(type("Mine", (Trainer,), mine)).fit(pieces(), epochs=1).updates == 4
 
 
 def by_a_call(self):
@@ -210,7 +226,7 @@ def test_a_variable_that_is_set_after_the_class_is_no_hindrance():
     assert made.fit(pieces(), epochs=1).updates == 4 and seen
 
 
-@pytest.mark.parametrize("name", ["on_plateau", "forward", "val_step"])
+@pytest.mark.parametrize("name", ["on_plateau", "forward", "val_step", "prediction_step"])
 def test_a_method_by_the_name_of_an_event_that_the_class_itself_calls_is_the_users_helper(name):
     called = []
 
@@ -325,6 +341,77 @@ def test_a_number_that_is_logged_under_the_name_of_validation_says_the_name_to_w
     trainer = make(Mine)
     trainer.name = "acc"
     assert trainer.fit(pieces(), pieces(1), epochs=1).history[-1]["val_acc"] == 1.0
+
+
+@pytest.mark.parametrize("name", ["loss", "val_loss"])
+def test_a_loss_that_validation_logs_is_returned_instead(name):
+    class Logs(Trainer):
+        def validation_step(self, batch):
+            self.log(name, self.loss(self.model(batch[0]), batch[1]))
+
+    class Returns(Trainer):
+        def validation_step(self, batch):
+            loss = self.loss(self.model(batch[0]), batch[1])
+            return loss
+
+    with pytest.raises(SettingError, match=rf"logged name '{name}'") as caught:
+        make(Logs).fit(pieces(), pieces(1), epochs=1)
+    assert entry(str(caught.value), "fix").startswith("return loss instead of this call")
+    assert "val_loss" in make(Returns).fit(pieces(), pieces(1), epochs=1).history[-1]
+
+
+@pytest.mark.parametrize("name", sorted(RESERVED))
+def test_the_name_that_an_error_proposes_for_a_metric_is_accepted(name):
+    for given in (name, f"val_{name}"):
+        with pytest.raises(SettingError) as caught:
+            make(metrics={given: trainwright.accuracy})
+        proposed = ast.literal_eval(entry(str(caught.value), "fix").partition(":")[0])
+        assert f"val_{proposed}" in make(metrics={proposed: trainwright.accuracy}).evaluate(pieces(1))
+
+
+@pytest.mark.parametrize("metric", [F1(), F1, MAE(), trainwright.accuracy])
+def test_a_metric_object_that_is_logged_belongs_in_metrics(metric):
+    class Logs(Trainer):
+        def training_step(self, batch):
+            self.log("mine", metric)
+            return self.loss(self.model(batch[0]), batch[1])
+
+    with pytest.raises(SettingError, match="'mine' is a ") as caught:
+        make(Logs).fit(pieces(), epochs=1)
+    fix = 'Trainer(..., metrics={"mine": ...}), and return StepOutput(loss, output, target)'
+    assert entry(str(caught.value), "fix") == fix
+
+
+def test_a_function_in_the_place_of_the_dict_of_metrics_is_given_a_name():
+    def compute_metrics(outputs, targets):
+        return float((outputs.argmax(1) == targets).float().mean())
+
+    with pytest.raises(TypeError, match=r"^metrics=<function ") as caught:
+        make(metrics=compute_metrics)
+    first, _, second = entry(str(caught.value), "fix").partition(", or ")
+    names = {"accuracy": trainwright.accuracy, "over_all": trainwright.over_all, "fn": compute_metrics}
+    assert second == 'metrics={"name": over_all(fn)} for a function fn(outputs, targets) of all rows'
+    for code in (first, second.partition(" for ")[0]):
+        metrics = eval(code.removeprefix("metrics="), names)
+        assert {f"val_{name}" for name in metrics} <= set(make(metrics=metrics).evaluate(pieces(1)))
+
+
+def test_self_that_is_called_as_the_model_is_told_the_name_of_the_model():
+    class Calls(Trainer):
+        def training_step(self, batch):
+            return self.loss(self(batch[0]), batch[1])
+
+    note = noted(make(Calls), pieces(), TypeError)
+    assert "self is the Calls, not the model" in entry(note, "why")
+    assert entry(note, "fix") == "self.model(x)"
+
+
+def test_an_object_of_ones_own_that_cannot_be_called_is_not_taken_for_self():
+    class Calls(Trainer):
+        def training_step(self, batch):
+            return self.progress(batch)
+
+    assert "self.model" not in noted(make(Calls), pieces(), TypeError)
 
 
 CALLED = {

@@ -28,7 +28,7 @@ FOREIGN_METHODS = {
     "before_update": "def update(self, window):   # your own code first, then return super().update(window)",
     "epoch_start": _BEGIN,
     **dict.fromkeys(("epoch_end", "training_epoch_end", "validation_epoch_end", "test_epoch_end"), _END),
-    **dict.fromkeys(("val_step", "valid_step", "eval_step", "test_step"), _VALIDATE),
+    **dict.fromkeys(("val_step", "valid_step", "eval_step", "test_step", "prediction_step"), _VALIDATE),
 }
 """Methods that other libraries call, with the code to write here instead."""
 
@@ -41,7 +41,7 @@ _SCHEDULE = "Trainer(..., schedule=Cosine())"
 _STATE = 'self.state["settings"] = {...}   # state is in every checkpoint'
 FOREIGN_HELPERS = {
     **dict.fromkeys(("train_dataloader", "val_dataloader", "get_train_dataloader", "get_eval_dataloader"), _FIT),
-    **dict.fromkeys(("test_dataloader", "get_test_dataloader"), 'trainer.evaluate(test, "test")'),
+    **dict.fromkeys(("test_dataloader", "get_test_dataloader", "evaluation_loop"), 'trainer.evaluate(test, "test")'),
     "predict_dataloader": "trainer.predict(data)",
     "prepare_data": "data = ...   # before trainer.fit(data, ...)",
     "setup": "def begin_epoch(self, epoch):   # epoch 0; or an __init__ of your own that calls super().__init__",
@@ -50,7 +50,7 @@ FOREIGN_HELPERS = {
     **dict.fromkeys(("lr_scheduler_step", "create_scheduler"), _SCHEDULE),
     **dict.fromkeys(("backward", "manual_backward"), _MINIMIZE),
     "configure_gradient_clipping": "Trainer(..., clip=ClipNorm(1.0))",
-    "compute_loss": "def training_step(self, batch):   # return the loss",
+    **dict.fromkeys(("compute_loss", "compute_loss_func"), "def training_step(self, batch):   # return the loss"),
     "compute_metrics": 'Trainer(..., metrics={"accuracy": accuracy})',
     **dict.fromkeys(("create_optimizer", "create_optimizer_and_scheduler"), _OPTIMIZER),
     "configure_callbacks": _SLOTS,
@@ -60,16 +60,14 @@ FOREIGN_HELPERS = {
 """Methods that other libraries call, but user code may call too: an error if no code of the class calls them."""
 
 _CONSOLE = "leave it out: the console has a bar; Trainer(..., console=False) has none"
-_RANK, _PROGRESS = "trainer.world.rank", "trainer.progress.epoch"
 _SAVES = 'trainer.save() in a hook; trainer.save_weights("model.safetensors") for the weights'
 _LOADS = 'load_weights("runs/1", trainer.model); or trainer.fit(..., resume="runs/1")'
 FOREIGN_ATTRIBUTES = {
     "test": 'trainer.evaluate(data, "test")',
     "validate": "trainer.evaluate(data)",
     **dict.fromkeys(("validating", "testing", "sanity_checking"), "trainer.evaluating, the name of the set"),
-    "train": "trainer.fit(train, val, epochs=10)",
     "global_step": "trainer.progress.updates",
-    **dict.fromkeys(("current_epoch", "epoch"), _PROGRESS),
+    **dict.fromkeys(("current_epoch", "epoch"), "trainer.progress.epoch"),
     "max_epochs": "trainer.fit(..., epochs=10)",
     **dict.fromkeys(("save_checkpoint", "save_model"), _SAVES),
     **dict.fromkeys(("load_checkpoint", "load_from_checkpoint", "load_weights", "load_model"), _LOADS),
@@ -83,11 +81,12 @@ FOREIGN_ATTRIBUTES = {
     "estimated_stepping_batches": "trainer.plan(train, epochs=10).updates",
     "should_stop": 'trainer.stop("reason"), in a hook',
     **dict.fromkeys(("is_global_zero", "is_world_process_zero", "is_local_process_zero"), "trainer.is_main"),
-    **dict.fromkeys(("global_rank", "local_rank", "rank"), _RANK),
+    **dict.fromkeys(("global_rank", "local_rank", "rank"), "trainer.world.rank"),
     "world_size": "trainer.world.size",
-    **dict.fromkeys(("train_dataloader", "val_dataloader"), "trainer.fit(train, val, epochs=10)"),
+    **dict.fromkeys(("train", "train_dataloader", "val_dataloader"), "trainer.fit(train, val, epochs=10)"),
     **dict.fromkeys(("tune", "lr_find"), "find_lr(trainer, train)"),
     "to": 'Trainer(..., device="cuda")',
+    "forward": "self.model(x)",
     "lightning_module": "trainer.model",
 }
 """Attributes of other libraries' trainers, with the name here."""
@@ -159,7 +158,7 @@ FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("lr", "learning_rate"), "Trainer(model, torch.optim.AdamW(parameters, lr=<1e-3>))"),
     "weight_decay": "Trainer(model, torch.optim.AdamW(parameters, lr=1e-3, weight_decay=<0.01>))",
     **dict.fromkeys(("optim", "optimizers"), "Trainer(model, optimizer, loss)"),
-    **dict.fromkeys(("criterion", "loss_fn", "loss_function"), "Trainer(model, optimizer, loss)"),
+    **dict.fromkeys(("criterion", "loss_fn", "loss_function", "compute_loss_func"), "Trainer(model, optimizer, loss)"),
     **dict.fromkeys(("train_dataloader", "train_dataloaders", "train_loader", "train_dataset"), "fit(train, ...)"),
     **dict.fromkeys(
         ("val_dataloader", "val_dataloaders", "val_loader", "validation_data", "valid_data", "eval_dataset"), _VAL
@@ -200,8 +199,7 @@ FOREIGN_ARGUMENTS = {
     **dict.fromkeys(("use_cpu", "no_cuda"), 'Trainer(..., device="cpu")'),
     **dict.fromkeys(("ckpt_path", "resume_from_checkpoint"), 'fit(..., resume="auto")'),
     **dict.fromkeys(("dirpath", "output_dir", "save_dir", "default_root_dir"), 'Checkpoint(<"runs/1">, ...)'),
-    **dict.fromkeys(("monitor", "metric_for_best_model"), _BEST),
-    "save_best_only": _BEST,
+    **dict.fromkeys(("monitor", "metric_for_best_model", "save_best_only"), _BEST),
     **dict.fromkeys(("load_best_model_at_end", "restore_best_weights"), _RESTORED),
     "save_top_k": 'Checkpoint(..., best="val_loss", top=<3>)',
     **dict.fromkeys(("save_last", "save_total_limit", "max_to_keep"), "Checkpoint(..., keep=<3>)"),
@@ -341,17 +339,16 @@ def check_name(name: str, what: str = "metric") -> None:
     """Raise SettingError for a name that is reserved or starts with `val_`. `what`: the kind of number it names."""
     if not isinstance(name, str) or not name:
         raise SettingError(f"{what} name {name!r}", want="a string that is not empty")
-    if name in RESERVED:
-        raise SettingError(
-            f"{what} name {name!r} is reserved",
-            want=f"another name than {', '.join(sorted(RESERVED))}",
-            fix=f'"my_{name}"',
-        )
-    if name.startswith("val_"):
-        raise SettingError(
-            f"{what} name {name!r} starts with val_, which validation puts there itself",
-            fix=f'"{name.removeprefix("val_")}": validation reports it as {name!r}',
-        )
+    if name not in RESERVED and not name.startswith("val_"):
+        return
+    plain = name.removeprefix("val_")
+    own = f"my_{plain}" if plain in RESERVED else plain
+    fix = f'"{own}"' if name in RESERVED else f'"{own}": validation reports it as {"val_" + own!r}'
+    if plain == "loss" and what == "logged":
+        fix = "return loss instead of this call: it is reported as loss, and as val_loss in validation"
+    why = "is reserved" if name in RESERVED else "starts with val_, which validation puts there itself"
+    want = f"a name without val_, other than {', '.join(sorted(RESERVED))}"
+    raise SettingError(f"{what} name {name!r} {why}", want=want, fix=fix)
 
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
@@ -416,8 +413,10 @@ def refuse_near_names(cls: type, known: Collection[str], *, base: type | None = 
     for name, value in [item for one in own for item in vars(one).items()]:
         if name in known or name.startswith("_") or not callable(value):
             continue
-        if not prefix and (instead := _instead_of(name)) and not _is_used(name, own):
-            raise _foreign(cls, name, known, instead)
+        if not prefix and (instead := _instead_of(name)):
+            if not _is_used(name, own):
+                raise _foreign(cls, name, known, instead)
+            continue
         if not prefix:
             _refuse_attribute(cls, name)
         if base is not None and name in arguments:

@@ -102,7 +102,7 @@ def index_out_of_range_on_the_device(failure: Failure) -> Explanation | None:
     )
 
 
-# Modules without a forward, and steps that call backward.
+# Modules without a forward, and steps that call the trainer or backward.
 
 
 def module_without_forward(failure: Failure) -> Explanation | None:
@@ -121,6 +121,14 @@ def module_without_forward(failure: Failure) -> Explanation | None:
         return Explanation(cause, f"override {step}(self, batch)")
     several = "update(self, window), with self.minimize(loss, name) for each of the optimizers"
     return Explanation(cause, f"override {several if len(trainer.optimizers) > 1 else 'training_step(self, batch)'}")
+
+
+def trainer_called_as_the_model(failure: Failure) -> Explanation | None:
+    """Explain `self(x)` in a step, where `self` is the trainer."""
+    name = type(failure.trainer).__name__
+    if failure.text != f"{name!r} object is not callable":
+        return None
+    return Explanation(f"self is the {name}, not the model, so self(x) calls no model", "self.model(x)")
 
 
 def step_that_calls_backward(failure: Failure) -> Explanation | None:
@@ -512,6 +520,7 @@ RULES = (
     Rule(out_of_memory),
     Rule(index_out_of_range_on_the_device, text=("device-side assert",)),
     Rule(module_without_forward, error=NotImplementedError, text=('missing the required "forward"',)),
+    Rule(trainer_called_as_the_model, error=TypeError),
     Rule(step_that_calls_backward, text=("backward through the graph a second time", "does not require grad")),
     Rule(output_that_is_no_tensor, error=(TypeError, AttributeError)),
     Rule(classes_of_another_dtype, loss=_CLASS_LOSSES),

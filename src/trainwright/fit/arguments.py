@@ -112,7 +112,10 @@ def checked_schedule(value: object) -> Schedule | None:
 def checked_metrics(metrics: Mapping[str, Any] | None, world: World) -> dict[str, Any]:
     """Check `metrics=`: names, kinds, and whether the metrics can be summed over ranks."""
     if metrics is not None and not isinstance(metrics, Mapping):
-        raise TypeError(message(f"metrics={metrics!r}", want="a dict", fix='metrics={"accuracy": accuracy}'))
+        fix = 'metrics={"accuracy": accuracy}'
+        if inspect.isroutine(metrics):
+            fix = f'{fix}, or metrics={{"name": over_all(fn)}} for a function fn(outputs, targets) of all rows'
+        raise TypeError(message(f"metrics={metrics!r}", want="a dict of functions by name", fix=fix))
     if metrics:
         check_metrics(metrics)
         if world.size > 1:

@@ -241,7 +241,9 @@ def number(name: str, value: Any) -> float | Tensor:
     if isinstance(value, Real | np.generic) or (isinstance(value, np.ndarray) and not value.ndim):
         return cast(float, value)
     kind = f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"a {type(value).__name__}"
-    raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix="its mean, say"))
+    in_metrics = f'Trainer(..., metrics={{"{name}": ...}}), and return StepOutput(loss, output, target)'
+    fix = in_metrics if callable(value) or hasattr(value, "compute") else "its mean, say"
+    raise SettingError(message(f"{name!r} is {kind}", want="a number, or a tensor with one", fix=fix))
 
 
 def _beside(loss: Tensor, count: Count) -> Count:
