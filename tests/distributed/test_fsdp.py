@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -43,6 +44,21 @@ def reductions(last: bool) -> tuple[int, int]:
 def test_gradients_are_reduced_at_the_last_micro_batch_only() -> None:
     assert pool(2).run(reductions, True) == [(3, 0)] * 2  # two blocks and the model
     assert pool(2).run(reductions, False) == [(0, 8)] * 2  # and nothing is gathered anew for the next one
+
+
+def gradient_of_float32() -> float:
+    """The largest gradient of two ranks with the same rows over that of one process."""
+    torch.manual_seed(0)
+    model, x = net().float(), torch.randn(6, 3)
+    alone = copy.deepcopy(model)
+    shard(model, FSDP({Block}), group(), device=CPU)
+    for one in (model, alone):
+        one(x).square().mean().backward()
+    return float(full_tensor(model.first.weight.grad).abs().max() / alone.first.weight.grad.abs().max())
+
+
+def test_gradients_in_float32_are_means_over_the_ranks() -> None:
+    assert pool(2).run(gradient_of_float32) == [pytest.approx(1.0, abs=1e-6)] * 2
 
 
 def begun(seed_of_rank: bool) -> Any:

@@ -107,6 +107,10 @@ def shard(model: nn.Module, settings: FSDP, world: World, *, device: torch.devic
             have = f"a mesh of {group.mesh_info.mesh.size()} of {world.mesh.data} processes"
             what = "the model was sharded over fewer processes than share the data"
             raise SettingError(what, have=have, fix="fully_shard(...) without mesh=, or leave it to FSDP(...)")
+    if device.type == "cpu":
+        # gloo of torch 2.8 sums float32 and bfloat16 gradients where it is asked for their mean.
+        for module in _sharded_modules(model):
+            module.set_force_sum_reduction_for_comms(True)
     for name, having in called.items():
         for module in having:
             register_fsdp_forward_method(module, name)
