@@ -46,7 +46,7 @@ class MLflowLogger(Logger):
 
     def open(self, plan: Plan, settings: Mapping[str, Any], *, keep: int | None) -> None:
         """Begin the run, or continue it."""
-        import mlflow
+        import mlflow.entities
 
         self._client, self._metric = mlflow.MlflowClient(self.tracking_uri), mlflow.entities.Metric
         known = self._client.get_experiment_by_name(self.experiment)
