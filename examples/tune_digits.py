@@ -1,10 +1,12 @@
-"""Search for settings on handwritten digits with Optuna: a grid, then Bayesian search with pruning and a study on disk.
+"""Hyperparameter search on handwritten digits with Optuna: a grid search, then a Bayesian search with pruning.
 
 Needs     pip install ".[tune]"
-Data      1,797 digits of 8 x 8 pixels that come with scikit-learn; 397 to judge settings by, 400 to judge the best by
+Data      1,797 digits of 8 x 8 pixels that come with scikit-learn: 1,000 to train, 397 to compare trials, 400 to test
 Time      10 to 15 seconds on one CPU core
-Expected  the best of 40 trials gets at least 97 % of the judging digits right, and 94 % of those to test by
-Writes    runs/tune_digits.db, the study: start again after Ctrl-C or a crash, and it continues
+Expected  the best of 40 trials gets at least 97 % of the 397 digits right, and 94 % of the test digits
+Writes    runs/tune_digits.db, the study
+
+A second start, as after Ctrl-C or a crash, continues the study.
 """
 
 import os
@@ -30,16 +32,16 @@ training, judging, testing = ((digits[rows], classes[rows]) for rows in (order[:
 
 
 class Pruning(Observer):
-    """Reports a number to an Optuna trial after each epoch, and ends the run where the pruner says so.
+    """Reports a number to an Optuna trial after each epoch, and ends the run if the pruner decides so.
 
-    It changes no number of the run: it raises `optuna.TrialPruned`, which leaves `fit` as any error of yours would.
+    The numbers of the run do not change. To end it, `on_epoch` raises `optuna.TrialPruned`, which `fit` passes on.
     """
 
     def __init__(self, trial: optuna.Trial, monitor: str) -> None:
         self.trial, self.monitor = trial, monitor
 
     def on_epoch(self, record: Validation) -> None:
-        """Report the number of this epoch; the last row of a run (`final`) repeats one."""
+        """Report the number of this epoch. The record of an early end (`final`) is not reported."""
         if record.final or self.monitor not in record.metrics:
             return
         value = record.metrics[self.monitor]
@@ -69,19 +71,19 @@ def make_trainer(width: int, lr: float, dropout: float, *observers: Observer) ->
 
 
 def fit(trainer: Trainer[nn.Sequential]) -> float:
-    """Train, and return the share of the judging digits that are right at the end."""
+    """Train, and return the accuracy after the last epoch on the digits that compare trials."""
     train = batches(training, 64, shuffle=True, seed=0)
     return trainer.fit(train, batches(judging, 397), epochs=EPOCHS).history[-1]["val_accuracy"]
 
 
 def objective(trial: optuna.Trial) -> float:
-    torch.manual_seed(trial.number)  # each trial has a random state of its own, also after a restart
+    torch.manual_seed(trial.number)  # a separate random state for each trial, also after a restart
     width = trial.suggest_int("width", 16, 256, log=True)
     lr = trial.suggest_float("lr", 1e-4, 1e-1, log=True)
     dropout = trial.suggest_float("dropout", 0.0, 0.5)
     trainer = make_trainer(width, lr, dropout, Pruning(trial, "val_accuracy"))
     if sum(one.numel() for one in trainer.model.parameters()) > MOST_PARAMETERS:
-        raise optuna.TrialPruned("too many parameters")  # before it is trained
+        raise optuna.TrialPruned("too many parameters")  # before training
     try:
         return fit(trainer)
     except NonFiniteError as error:
@@ -93,12 +95,12 @@ def search(storage: Path, trials: int) -> optuna.Study:
     study = optuna.create_study(
         study_name="digits",
         storage=f"sqlite:///{storage}",
-        direction="maximize",  # as it is best for `val_accuracy`: the pruner reads the direction too
-        pruner=optuna.pruners.MedianPruner(n_warmup_steps=4),  # the schedule warms up: the first epochs say little
+        direction="maximize",  # a higher `val_accuracy` is better; the pruner reads the direction too
+        pruner=optuna.pruners.MedianPruner(n_warmup_steps=4),  # none in the first epochs: the schedule warms up
         load_if_exists=True,
     )
     finished = [trial for trial in study.trials if trial.state.is_finished()]
-    study.sampler = optuna.samplers.TPESampler(seed=len(finished))  # another seed after a restart: no trial again
+    study.sampler = optuna.samplers.TPESampler(seed=len(finished))  # another seed after a restart: no trial is repeated
     study.optimize(objective, n_trials=max(0, trials - len(finished)))
     return study
 
@@ -115,8 +117,8 @@ def main(storage: Path) -> None:
     every.optimize(objective)
     print(f"The best of a grid of {len(every.trials)} trials: {every.best_value:.1%} with {every.best_params}")
 
-    search(storage, trials=12)  # stopped after a few trials
-    study = search(storage, trials=40)  # and continued: here by the next call, as well by the next run
+    search(storage, trials=12)  # the search ends after a few trials
+    study = search(storage, trials=40)  # it continues in the next call, or in the next run
     states = [trial.state.name.lower() for trial in study.trials]
     print(f"Bayesian search: {', '.join(f'{states.count(one)} {one}' for one in dict.fromkeys(states))}")
     if "complete" in states:
