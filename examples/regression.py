@@ -21,7 +21,7 @@ from trainwright.metrics import MAE, R2
 
 
 class Standardized(nn.Module):
-    """A network for targets of any mean and scale. It predicts standard scores, and returns them in the target's units."""
+    """A network for targets of any mean and scale. It predicts standard scores, and returns values."""
 
     def __init__(self, target: Tensor) -> None:
         super().__init__()
