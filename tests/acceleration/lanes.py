@@ -1,4 +1,4 @@
-"""An accelerator that is told on the CPU: its streams run late, in any order that events allow, and on real memory."""
+"""An accelerator emulated on the CPU: its streams run late, in any order that events allow, and on real memory."""
 
 from __future__ import annotations
 

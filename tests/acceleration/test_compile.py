@@ -1,4 +1,4 @@
-"""`Fast(compile=...)`: which regions, for how long, what is not compiled, and what is told of it."""
+"""`Fast(compile=...)`: which regions, for how long, what is not compiled, and what is reported of it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_batches_of_ever_fewer_rows_are_no_exceptions():
     assert 2 <= trainer._record.path.compiled.graphs <= 4 and trainer._record.path.compiled.short < 10
 
 
-def test_counts_and_reasons_are_told_at_the_end_and_by_fast_path(capsys):
+def test_counts_and_reasons_are_reported_at_the_end_and_by_fast_path(capsys):
     trainer = build(by(), console=True)
     assert trainer.fast_path.startswith("L0, eager on cpu")
     result = trainer.fit(data(), data(16, seed=5, shuffle=False), epochs=1)
@@ -186,7 +186,7 @@ def test_a_loss_inside_a_compiled_region_whose_count_nobody_sees_is_refused():
 
 
 @pytest.mark.slow
-def test_a_loss_inside_a_compiled_region_is_weighed_by_a_count_that_is_told():
+def test_a_loss_inside_a_compiled_region_is_weighed_by_a_count_that_is_reported():
     class Counts(Trainer):
         def count(self, batch):
             return len(batch[1])
@@ -227,12 +227,12 @@ def test_an_evaluation_counts_tokens_inside_a_compiled_region_as_without_it():
 
 def test_an_error_of_the_users_own_is_raised_as_without_a_compiler():
     x = torch.randn(8, 5)  # the stem takes 4
-    told = []
+    reported = []
     for fast in (None, by("full")):
         with pytest.raises(RuntimeError) as caught:
             build(fast).fit([(x, torch.zeros(8, dtype=torch.long))], epochs=1)
-        told.append((type(caught.value), str(caught.value), caught.value.__notes__))
-    assert told[0] == told[1] and "cannot be multiplied" in told[0][1]
+        reported.append((type(caught.value), str(caught.value), caught.value.__notes__))
+    assert reported[0] == reported[1] and "cannot be multiplied" in reported[0][1]
 
 
 def test_an_error_of_the_compiler_says_how_to_do_without():

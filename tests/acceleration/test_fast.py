@@ -46,7 +46,7 @@ def test_what_a_setting_cannot_be_is_refused_when_it_is_given(given, said):
     assert said in str(caught.value) and name in str(caught.value)
 
 
-def test_a_misspelt_setting_is_told():
+def test_a_misspelt_setting_is_reported():
     with pytest.raises(TypeError) as caught:
         Fast(chanels_last=True)
     assert "Did you mean 'channels_last'?" in caught.value.__notes__[0]

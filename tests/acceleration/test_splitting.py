@@ -234,10 +234,10 @@ def test_a_split_is_reported_once_and_remembered():
     trainer = make(model, console=Console(stream))
     assert trainer.fast_path.endswith("which waits for nothing")
     result = fit(trainer, epochs=3)
-    told = "out of memory in update 1: micro-batches of 8 rows are run in parts of up to 4"
-    assert result.notes == (f"{told}; batches of 4 rows with accumulate=2 do so from the start",)
-    assert sum(told in line for line in stream.getvalue().splitlines() if not line.startswith(" note")) == 1
-    assert told in trainer.fast_path
+    reported = "out of memory in update 1: micro-batches of 8 rows are run in parts of up to 4"
+    assert result.notes == (f"{reported}; batches of 4 rows with accumulate=2 do so from the start",)
+    assert sum(reported in line for line in stream.getvalue().splitlines() if not line.startswith(" note")) == 1
+    assert reported in trainer.fast_path
     assert model.calls.count(8) == 1
     assert fit(make(scarce(10**6)[0])).notes == ()
 

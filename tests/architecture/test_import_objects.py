@@ -32,7 +32,7 @@ print(json.dumps([counts, limits, gc.get_stats()[2]["collections"] - before]))
 """
 
 
-def told(script: str) -> object:
+def reported(script: str) -> object:
     """What a fresh process prints."""
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     return json.loads(done.stdout)
@@ -46,14 +46,14 @@ def room(counts: list[int], limits: list[int]) -> int:
 
 @pytest.mark.slow
 def test_importing_makes_few_objects_that_the_collector_tracks() -> None:
-    made = told(COUNTED)
+    made = reported(COUNTED)
     assert isinstance(made, int)
     assert 1_000 < made <= MOST
 
 
 @pytest.mark.slow
 def test_no_full_collection_falls_due_while_importing() -> None:
-    counts, limits, collections = told(COLLECTED)  # type: ignore[misc]
+    counts, limits, collections = reported(COLLECTED)  # type: ignore[misc]
     if room(counts, limits) < MOST:
         pytest.skip(f"torch leaves room for {room(counts, limits)} objects alone: a collection falls due in any case")
     assert collections == 0

@@ -3,7 +3,7 @@
     python tests/benchmarks/processes.py [--rounds 15] [--epochs 2] [--processes 2] [--models MLP CNN]
 
 Each process has a core of its own, where the system can give it one, and runs the contestants in turn; wall time and
-CPU time of the first process over 80 updates inside each epoch of 168 but the first, and, told apart, what the end of
+CPU time of the first process over 80 updates inside each epoch of 168 but the first, and, listed apart, what the end of
 an epoch takes. Ratios are taken within a round, medians over the rounds. All end with the same weights (checked).
 The hand-written loop is what a good engineer writes: fused optimizer, in-memory batches dealt by rank, DDP with its
 gradients in the buckets, losses kept as tensors. It takes the mean of the processes' means, which is right here because
@@ -11,7 +11,7 @@ all slices are equally long. A third contestant is the same loop with the check 
 step with a gradient that is not finite. It says what of the ratio is the check, and what is the Trainer.
 
 Collectives are counted by torch's profiler over the updates of one more epoch; what falls due about once a second or at
-the end of an epoch is told apart.
+the end of an epoch is listed apart.
 """
 
 from __future__ import annotations

@@ -130,7 +130,7 @@ def bf16(bench: Bench) -> Found:
     flags = Path("/proc/cpuinfo")
     if not bench.tiny and flags.is_file() and "bf16" not in flags.read_text():
         return Found(measured="this CPU has no instructions for bfloat16", holds="not here")
-    told, spread = [], (1.0, 1.0)
+    reported, spread = [], (1.0, 1.0)
     for width in (64,) if bench.tiny else (64, 1024):
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -150,10 +150,13 @@ def bf16(bench: Bench) -> Found:
         ratio, spread = compare(
             by_turns({"float32": _training(model, data, optimizer), "bf16": low}, bench), "float32", "bf16"
         )
-        told.append(f"{times_as_fast(ratio, spread)} at {width} channels")
+        reported.append(f"{times_as_fast(ratio, spread)} at {width} channels")
     holds = verdict(spread, claimed=1.5)
     return Found(
-        measured=f"an update {', '.join(told)}", holds="partly" if holds == "yes" else holds, ratio=ratio, spread=spread
+        measured=f"an update {', '.join(reported)}",
+        holds="partly" if holds == "yes" else holds,
+        ratio=ratio,
+        spread=spread,
     )
 
 
@@ -179,7 +182,7 @@ def flush_denormal(bench: Bench) -> Found:
 
 
 def allocator(bench: Bench) -> Found:
-    """A plain loop in processes of its own, with glibc told to keep what was freed."""
+    """A plain loop in processes of its own, with glibc set to keep what was freed."""
     kept = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
     times: dict[str, list[float]] = {"plain": [], "kept": []}
     for number in range(bench.rounds):

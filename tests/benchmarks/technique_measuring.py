@@ -55,7 +55,7 @@ class Claim:
     source: str
     measure: Callable[[Bench], Found]
     where: str = "CPU, one thread"
-    """What it is measured on, of the machine that is told above the table."""
+    """What it is measured on, of the machine that is reported above the table."""
 
 
 def by_turns(

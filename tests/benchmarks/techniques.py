@@ -3,7 +3,7 @@
     python tests/benchmarks/techniques.py [--only workers,fused] [--rounds 9] [--tiny] [--json FILE]
 
 One process and one thread. The ways of a claim take turns, in an order that turns round each time, after a turn that is
-not timed; each ratio is taken within a round, and what is told is the median and the quartiles over the rounds. Times
+not timed; each ratio is taken within a round, and the table has the median and the quartiles over the rounds. Times
 are CPU times of the thread; those of loader workers are by the wall clock, those of other processes their own. A claim
 holds where even the lower quartile has half of what is claimed to be won, and partly where it has any of it.
 """

@@ -51,8 +51,8 @@ def test_a_second_start_is_judged_by_where_it_goes_on_and_how_it_ends() -> None:
     from tests.durability.children import Ended, Line
 
     def ended(*lines: str, code: int = 0, log: str = "") -> Ended:
-        told = [text.split() for text in lines]
-        return Ended([Line(what, int(at), tuple(rest), 0.0) for what, at, *rest in told], code, False, log=log)
+        reported = [text.split() for text in lines]
+        return Ended([Line(what, int(at), tuple(rest), 0.0) for what, at, *rest in reported], code, False, log=log)
 
     reference = ended("epoch 0", "epoch 1", "ended 6 abc")
     killed = ended("epoch 0", "epoch 1", code=-9)

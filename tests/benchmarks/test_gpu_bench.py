@@ -77,7 +77,7 @@ def test_every_case_has_its_targets_here() -> None:
     assert ("B0", *TARGETS) == cases.NAMES
 
 
-def test_who_needs_a_gpu_or_is_not_installed_is_told(small: Task) -> None:
+def test_who_needs_a_gpu_or_is_not_installed_is_reported(small: Task) -> None:
     contestants = (TUNED, GRAPH, replace(TUNED, name="other", package="no-such-package"))
     case = Case("B1", lambda _: small, contestants, lambda _: [])
     table = report.table(case, small, run(small, contestants))
@@ -108,7 +108,7 @@ def test_weights_that_are_not_numbers_agree_with_nothing(small: Task) -> None:
     assert not report.agrees(small, run(small, [TUNED, Contestant("broken", broken)])["broken"])
 
 
-def test_who_fails_or_ends_too_few_epochs_is_told_and_the_others_go_on(small: Task) -> None:
+def test_who_fails_or_ends_too_few_epochs_is_reported_and_the_others_go_on(small: Task) -> None:
     def fail(task: Task, clock: Clock) -> nn.Module:
         raise RuntimeError("no such thing\nand more")
 

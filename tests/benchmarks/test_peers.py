@@ -78,7 +78,7 @@ def test_who_evaluates_otherwise_is_found(small: Task) -> None:
     assert not tables.agrees(wrong, evaluation_times(small, [wrong], 1, passes=1)["wrong"])
 
 
-def test_who_fails_is_told_and_the_others_go_on(small: Task) -> None:
+def test_who_fails_is_reported_and_the_others_go_on(small: Task) -> None:
     def fail(of: Task, clock: Clock) -> nn.Module:
         raise RuntimeError("no such thing\nand more")
 

@@ -11,7 +11,7 @@ from technique_measuring import Bench, by_turns, compare, verdict
 
 
 @pytest.mark.parametrize("name", techniques.NAMES)
-def test_a_claim_is_measured_tiny_and_told_in_a_row(
+def test_a_claim_is_measured_tiny_and_reported_in_a_row(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written = tmp_path / "found.json"
@@ -20,8 +20,8 @@ def test_a_claim_is_measured_tiny_and_told_in_a_row(
     assert found["name"] == name and found["where"] and found["claimed"] and found["source"]
     assert found["holds"] == "not here" or found["ratio"] > 0
     *_, head, _, row = (line.strip("|").split(" | ") for line in capsys.readouterr().out.strip().splitlines())
-    told = dict(zip((cell.strip() for cell in head), (cell.strip() for cell in row), strict=True))
-    assert told["technique"] == name and told["where"] and told["measured here"] == found["measured"]
+    reported = dict(zip((cell.strip() for cell in head), (cell.strip() for cell in row), strict=True))
+    assert reported["technique"] == name and reported["where"] and reported["measured here"] == found["measured"]
 
 
 def test_an_unknown_claim_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

@@ -97,18 +97,18 @@ def test_without_memory_for_a_copy_training_waits_with_a_warning(start, monkeypa
     assert [saved.update for saved in manager.completed()] == [1]
 
 
-# What is told
+# What is reported
 
 
 def test_results_are_announced_when_a_checkpoint_is_complete_and_when_it_has_failed(start, refuses):
-    manager, told = start(), threading.Event()
-    manager.on_result = told.set
+    manager, reported = start(), threading.Event()
+    manager.on_result = reported.set
     begin(manager, 1)
-    assert told.wait(10) and [saved.update for saved in manager.completed()] == [1]
-    told.clear()
+    assert reported.wait(10) and [saved.update for saved in manager.completed()] == [1]
+    reported.clear()
     refuses(errno.EIO)
     begin(manager, 2)
-    assert told.wait(10)
+    assert reported.wait(10)
     with pytest.warns(UserWarning, match="update-0000000002"):
         assert manager.completed() == []
 

@@ -58,7 +58,7 @@ def test_a_refused_save_warns_with_the_reason_and_the_next_save_is_complete(
         assert ERRORS[number] in text.lower() and formats.update_name(update) in text and str(tmp_path / "run") in text
         assert f"would resume from {tmp_path / 'run' / formats.update_name(1)}" in text and "next save tries" in text
         assert ("number 2 that failed in a row" in text) == (update == 3)
-        assert manager.completed() == []  # told once
+        assert manager.completed() == []  # reported once
     refuses(0)
     assert [saved.update for saved in whole(manager, 4)] == [4]
     assert updates(tmp_path / "run") == [1, 4]

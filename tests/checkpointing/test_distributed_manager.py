@@ -49,7 +49,7 @@ def save(manager, update, **metrics):
     manager.save(tree, update=update, epoch=0, metrics=metrics)
 
 
-def told(manager):
+def reported(manager):
     """What a manager says, as plain text and numbers."""
     best = manager.best
     where = None if best is None else (best.update, None if best.path is None else best.path.name)
@@ -72,7 +72,7 @@ def three_saves(directory):
     for update, value in ((1, 0.5), (2, 0.1), (3, 0.3)):
         save(manager, update, val_loss=value)
     whole = [one.update for one in manager.completed(wait=True)]
-    said = told(manager), whole, manager.state_dict()
+    said = reported(manager), whole, manager.state_dict()
     manager.release()
     assert world.size > 1
     return said
@@ -212,13 +212,13 @@ def full_disk(directory, on_error):
     if world.is_main:
         commits.write_file = partial(_refuse, errno.ENOSPC)
     try:
-        with warnings.catch_warnings(record=True) as heard:
+        with warnings.catch_warnings(record=True) as received:
             warnings.simplefilter("always")
             save(manager, 2)
             error = error_of(partial(manager.completed, wait=True))
     finally:
         commits.write_file = write
-    said = error, [str(one.message) for one in heard], told(manager)
+    said = error, [str(one.message) for one in received], reported(manager)
     manager.release()
     return said
 
@@ -228,15 +228,15 @@ def _refuse(number, *given, **named):
 
 
 def test_a_failed_save_ends_all_ranks_with_raise(tmp_path):
-    (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "raise")
+    (first, received, state), second = on_all(2, full_disk, tmp_path / "run", "raise")
     assert first[0] == "CheckpointError" and "the disk is full" in first[1]
-    assert second == (first, [], state) and heard == []
+    assert second == (first, [], state) and received == []
     assert state[0] == [formats.update_name(1)] and "the last save failed" in state[2]
 
 
 def test_the_last_save_must_succeed_on_all_ranks(tmp_path):
-    (first, heard, state), second = on_all(2, full_disk, tmp_path / "run", "warn")
-    assert first[0] == "CheckpointError" and f"complete checkpoint is {tmp_path}" in first[1] and heard == []
+    (first, received, state), second = on_all(2, full_disk, tmp_path / "run", "warn")
+    assert first[0] == "CheckpointError" and f"complete checkpoint is {tmp_path}" in first[1] and received == []
     assert second == (first, [], state) and "the disk is full" in state[2]
 
 
@@ -271,7 +271,7 @@ def test_a_call_alone_makes_no_collective(tmp_path):
 
 def resume(directory, where="auto"):
     world = ProcessGroupWorld()
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as received:
         warnings.simplefilter("always")
         error, loaded = None, None
         try:
@@ -281,7 +281,7 @@ def resume(directory, where="auto"):
     found = (
         None if loaded is None else (loaded.path.name, loaded.tree["progress"]["updates"], sorted(loaded.tree["model"]))
     )
-    return found, error, [str(one.message) for one in heard]
+    return found, error, [str(one.message) for one in received]
 
 
 def saved_run(directory, *at):
@@ -311,9 +311,9 @@ def test_nothing_to_resume_is_none_on_all_ranks(tmp_path):
 def test_without_a_complete_checkpoint_all_ranks_raise_the_same_error(tmp_path):
     (only,) = saved_run(tmp_path, 1)
     flip(only / "model.safetensors")
-    (_, first, heard), (_, second, silent) = on_all(2, resume, tmp_path)
+    (_, first, received), (_, second, silent) = on_all(2, resume, tmp_path)
     assert first == second and "holds no complete checkpoint" in first[1]
-    assert len(heard) == 1 and silent == []
+    assert len(received) == 1 and silent == []
 
 
 def test_a_path_that_is_missing_is_the_same_error_on_all(tmp_path):
@@ -370,10 +370,10 @@ def resume_and_go_on(directory):
     world, manager = keep(directory, resuming=True, keep=2)
     loaded = load_checkpoint("auto", directory, run=manager.run_id, world=world)
     manager.adopt(loaded)
-    before = told(manager)
+    before = reported(manager)
     save(manager, 3)
     manager.completed(wait=True)
-    said = before, told(manager)
+    said = before, reported(manager)
     manager.release()
     return said
 

@@ -47,7 +47,7 @@ class Faults:
             if fails and name != "close":
                 raise OSError(self._number, os.strerror(self._number))
             result = real(*args, **kwargs)
-            if fails:  # the descriptor is gone, and its error is told
+            if fails:  # the descriptor is gone, and its error is reported
                 raise OSError(self._number, os.strerror(self._number))
             return result
 

@@ -104,7 +104,7 @@ def saves_with_a_fault(directory, name, rank, on_error):
     model, optimizer = sharded_runs.made()
     sharded_runs.train(model, optimizer, 1)
     fault, said = Fault(name, rank), []
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as received:
         warnings.simplefilter("always")
         for update in (1, 2, 3):
             if update == 2:
@@ -121,7 +121,7 @@ def saves_with_a_fault(directory, name, rank, on_error):
             assert took < 20, took
     names = [path.name for path in manager.saved]
     manager.release()
-    return said, [str(one.message) for one in heard], names
+    return said, [str(one.message) for one in received], names
 
 
 FAULTS = {
@@ -136,11 +136,11 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_process_that_cannot_write_its_part_makes_it_no_save_for_anybody(tmp_path, name):
     rank, reason = FAULTS[name]
-    (said, heard, names), (second, silent, same) = on_all(2, saves_with_a_fault, tmp_path, name, rank, "warn")
+    (said, received, names), (second, silent, same) = on_all(2, saves_with_a_fault, tmp_path, name, rank, "warn")
     assert said == second == [[1], [], [3]] and names == same
-    assert len(heard) == 1 and reason in heard[0] and "update-0000000002" in heard[0] and silent == []
+    assert len(received) == 1 and reason in received[0] and "update-0000000002" in received[0] and silent == []
     if rank:
-        assert "rank 1" in heard[0]
+        assert "rank 1" in received[0]
     assert names == [formats.update_name(3), formats.update_name(1)]
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", *reversed(names)]
     for path in formats.list_checkpoints(tmp_path):
@@ -196,10 +196,10 @@ def dies_in_a_save(directory, notes):
     manager.save(sharded_runs.tree_of(model, optimizer, 2), update=2, epoch=0)
     begun.set()
     began = time.monotonic()
-    with pytest.raises(CheckpointError) as heard:
+    with pytest.raises(CheckpointError) as received:
         manager.completed(wait=True, alone=True)
     manager.release()
-    said = [str(heard.value), time.monotonic() - began]
+    said = [str(received.value), time.monotonic() - began]
     Path(notes).write_text(json.dumps(said))
 
 
@@ -207,8 +207,8 @@ def dies_in_a_save(directory, notes):
 def test_a_process_killed_in_a_save_leaves_the_checkpoint_before_and_the_others_do_not_wait_for_it(tmp_path):
     with pytest.raises(RankFailed, match="exit code 9"):
         on_all(2, dies_in_a_save, tmp_path / "run", str(tmp_path / "notes"))
-    heard, seconds = json.loads((tmp_path / "notes").read_text())
-    assert seconds < 15 and "a rank has not written its part" in heard and "rank 1" in heard
+    received, seconds = json.loads((tmp_path / "notes").read_text())
+    assert seconds < 15 and "a rank has not written its part" in received and "rank 1" in received
     assert [formats.verify(path)["update"] for path in formats.list_checkpoints(tmp_path / "run")] == [1]
 
 
@@ -265,10 +265,10 @@ def test_every_damage_to_any_file_is_noticed_named_and_passed_over(written, tmp_
 
 def found(directory, later):
     world = ProcessGroupWorld()
-    with warnings.catch_warnings(record=True) as heard:
+    with warnings.catch_warnings(record=True) as received:
         warnings.simplefilter("always")
         loaded = load_checkpoint("auto", directory, world=world, lazy_shards=later)
-    return loaded.path.name, [str(one.message).partition("\n")[0] for one in heard]
+    return loaded.path.name, [str(one.message).partition("\n")[0] for one in received]
 
 
 @pytest.mark.parametrize("name", ["shard-00000.safetensors", "shard-00001.safetensors", "shards.json", "state.json"])
@@ -279,9 +279,9 @@ def test_processes_that_check_a_share_of_the_files_each_agree_on_the_older_one(w
     data = bytearray((copy / newest.name / name).read_bytes())
     data[len(data) // 2] ^= 1
     (copy / newest.name / name).write_bytes(data)
-    (first, heard), (second, silent) = on_all(2, found, copy, True)
+    (first, received), (second, silent) = on_all(2, found, copy, True)
     assert first == second == older.name and silent == []
-    assert len(heard) == 1 and name in heard[0]
+    assert len(received) == 1 and name in received[0]
 
 
 class Payload:

@@ -18,12 +18,12 @@ DEVICE = torch.device("cuda", 0)
 def test_what_is_left_is_what_is_free_and_what_torch_keeps_within_the_share_of_the_process(
     share: float, left: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told = {
+    reported = {
         "mem_get_info": (600, 1000),
         "memory_reserved": 150,
         "memory_allocated": 100,
         "get_per_process_memory_fraction": share,
     }
-    for name, value in told.items():
+    for name, value in reported.items():
         monkeypatch.setattr(torch.cuda, name, lambda _, value=value: value)
     assert available_memory(DEVICE) == left

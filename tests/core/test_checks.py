@@ -28,7 +28,7 @@ def test_what_is_no_finite_number_between_the_bounds_is_refused(value):
         check_number(value, "f(x)", above=0, below=1, what="a share")
 
 
-def test_a_number_without_end_is_told_apart():
+def test_a_number_without_end_is_marked():
     with pytest.raises(SettingError, match="want  seconds above 0 and finite"):
         check_number(math.inf, "f(x)", above=0, what="seconds")
     with pytest.raises(SettingError, match=r"want  seconds above 0(\n|$)"):

@@ -79,11 +79,11 @@ def test_a_handler_that_was_set_inside_stays_afterwards():
         signal.signal(signal.SIGUSR1, before)
 
 
-def test_the_death_of_a_worker_is_heard_only_where_data_is_waited_for():
-    heard = []
+def test_the_death_of_a_worker_is_reported_only_where_data_is_waited_for():
+    received = []
 
     def torchs(*_):
-        heard.append(True)
+        received.append(True)
 
     torchs.__module__ = "torch.utils.data._utils.signal_handling"
     before = signal.signal(signal.SIGCHLD, torchs)
@@ -92,7 +92,7 @@ def test_the_death_of_a_worker_is_heard_only_where_data_is_waited_for():
         with signals.installed():
             signals.watch_children()
             send(signal.SIGCHLD)
-            assert not heard  # in the midst of an update
+            assert not received  # in the midst of an update
 
             def waits():
                 yield 1
@@ -102,7 +102,7 @@ def test_the_death_of_a_worker_is_heard_only_where_data_is_waited_for():
             batches = signals.batches(waits())
             assert next(batches) == 1
             assert next(batches) == 2
-            assert heard
+            assert received
         assert signal.getsignal(signal.SIGCHLD) is torchs
     finally:
         signal.signal(signal.SIGCHLD, before)

@@ -67,9 +67,9 @@ def test_numpy_state_is_what_numpy_says_whatever_was_drawn_in_between() -> None:
     ]
     for step in range(2000):
         draws[steps.randrange(len(draws))]()
-        told, real = random_state()["numpy"], np.random.get_state()
-        assert (told[0], *told[2:]) == (real[0], *real[2:]), step
-        assert (told[1] == real[1]).all(), step
+        reported, real = random_state()["numpy"], np.random.get_state()
+        assert (reported[0], *reported[2:]) == (real[0], *real[2:]), step
+        assert (reported[1] == real[1]).all(), step
         if steps.random() < 0.3:
             kept = random_state()
             expected = np.random.normal(size=3)
@@ -77,7 +77,7 @@ def test_numpy_state_is_what_numpy_says_whatever_was_drawn_in_between() -> None:
             assert (np.random.normal(size=3) == expected).all(), step
 
 
-def test_a_second_normal_deviate_that_was_put_back_is_told() -> None:
+def test_a_second_normal_deviate_that_was_put_back_is_reported() -> None:
     np.random.seed(0)
     np.random.normal()  # NumPy makes two at once and keeps the other
     with rng_preserved():

@@ -1,4 +1,4 @@
-"""A model over two devices trains as it does on one, and is never moved: on devices that are told on the CPU.
+"""A model over two devices trains as it does on one, and is never moved: on devices emulated on the CPU.
 
 What needs real ones (transfers, streams, their random states, kernels of CUDA) is in tests/gpu/test_several_devices.py.
 """
@@ -122,8 +122,8 @@ def test_two_devices_give_the_numbers_and_weights_of_one(devices, name):
         trainer = make(Halves(apart=apart, dtype=dtype), observers=[norms], **settings)
         result = trainer.fit(data(dtype), batches(rows(dtype), 8), epochs=2)
         outputs = trainer.predict(batches(rows(dtype)[:1], 8))
-        told = {str(update): norm for update, norm in enumerate(norms.seen)}
-        numbers = [*result.history, told, trainer.evaluate(data(dtype))]
+        reported = {str(update): norm for update, norm in enumerate(norms.seen)}
+        numbers = [*result.history, reported, trainer.evaluate(data(dtype))]
         runs.append((numbers, [outputs, *plain(trainer.model)]))
     (numbers, tensors), (wanted, wanted_tensors) = runs
     assert numbers == [pytest.approx(row, rel=close) for row in wanted]
@@ -269,7 +269,7 @@ def test_loaded_state_goes_back_to_the_device_where_it_lay():
     assert back("meta", apart[0])["bank"].device.type == "cpu" and asked == ["meta", "cuda:7"]
 
 
-def test_a_step_that_mixes_devices_is_told_what_to_write(devices):
+def test_a_step_that_mixes_devices_gets_the_line_to_write(devices):
     class Forgets(Halves):
         def forward(self, x):
             return self.second(self.first(x))

@@ -247,7 +247,7 @@ def test_skipping_is_exact_and_reads_nothing(data: Any, settings: dict[str, Any]
     assert list(source.epoch(2, len(whole))) == []
 
 
-def test_a_sampler_gives_the_rows_and_is_told_the_epoch() -> None:
+def test_a_sampler_gives_the_rows_and_receives_the_epoch() -> None:
     class Shifted:
         shift = 0
 
@@ -301,8 +301,8 @@ def test_random_split_of_tensors_stays_in_memory() -> None:
     assert equal_rng(rng(), before)
 
 
-def test_the_data_set_is_told_the_epoch() -> None:
-    class Told(Augmented):
+def test_the_data_set_receives_the_epoch() -> None:
+    class Reported(Augmented):
         def set_epoch(self, epoch: int) -> None:
             self.epoch = epoch
 
@@ -310,7 +310,7 @@ def test_the_data_set_is_told_the_epoch() -> None:
             return self.epoch
 
     for workers in (0, 1):
-        assert [batch.tolist() for batch in batches(Told(2), 2, seed=1, workers=workers).epoch(5)] == [[5, 5]]
+        assert [batch.tolist() for batch in batches(Reported(2), 2, seed=1, workers=workers).epoch(5)] == [[5, 5]]
 
 
 def test_descriptions_say_rows_batches_and_order() -> None:

@@ -106,7 +106,7 @@ def test_without_shuffle_the_longest_come_first() -> None:
     assert ties == sorted(ties)
 
 
-def test_padding_is_told_as_it_is() -> None:
+def test_padding_is_reported_as_it_is() -> None:
     data = made()
     for epoch in (0, 1):
         masks = [mask for _, mask, _ in data.epoch(epoch)]

@@ -58,7 +58,7 @@ def test_a_stream_that_one_worker_reads_is_not_warned_of() -> None:
 
 
 @pytest.mark.parametrize(
-    ("numbers", "told"),
+    ("numbers", "reported"),
     [
         ([1, 1, 2, 2, 3, 3], True),
         ([1, 1, 1, 1, 1, 1], False),  # data that repeat a batch
@@ -68,12 +68,12 @@ def test_a_stream_that_one_worker_reads_is_not_warned_of() -> None:
         ([], False),
     ],
 )
-def test_only_two_rounds_that_differ_are_doubled_and_every_batch_is_given(numbers: list[int], told: bool) -> None:
+def test_only_two_rounds_that_differ_are_doubled_and_every_batch_is_given(numbers: list[int], reported: bool) -> None:
     given = [{"x": torch.tensor([number]), "name": "a"} for number in numbers]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         assert list(warn_of_duplicates(iter(given), workers=2, name="Naive")) == given
-    assert len(caught) == told
+    assert len(caught) == reported
 
 
 @dataclass

@@ -111,7 +111,7 @@ def test_the_rows_of_batches_are_named_too() -> None:
 
 
 @pytest.mark.parametrize("persistent", [False, True])
-def test_a_death_that_nobody_heard_of_is_told_by_the_next_fetch(
+def test_a_death_that_nobody_noticed_is_reported_by_the_next_fetch(
     persistent: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_utils, "MP_STATUS_CHECK_INTERVAL", 60.0)  # torch itself looks that late

@@ -107,13 +107,13 @@ def script(name: str) -> Iterator[Any]:
 @pytest.mark.slow
 def test_workers_survive_a_signal_to_their_group_once_and_end_with_their_process() -> None:
     with script("ends") as process:
-        told = process.stdout.read().splitlines()
+        reported = process.stdout.read().splitlines()
         assert process.wait(timeout=3 * PROMPT) == 0
-        assert told[0] == told[2] == "7", told
+        assert reported[0] == reported[2] == "7", reported
         # The same workers have seen one SIGTERM before.
-        assert told[1].startswith("True trainwright: loader worker "), told
-        assert told[3] == "started"
-        assert time.time() - float(told[4]) < PROMPT
+        assert reported[1].startswith("True trainwright: loader worker "), reported
+        assert reported[3] == "started"
+        assert time.time() - float(reported[4]) < PROMPT
 
 
 @pytest.mark.slow

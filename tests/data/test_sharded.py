@@ -51,7 +51,7 @@ def test_parts_of_a_stream_are_the_whole_over_all_processes(name: str, size: int
     assert sorted(rows) == list(range(13))
 
 
-def test_workers_are_told_their_part_too() -> None:
+def test_workers_receive_their_part_too() -> None:
     slices = [
         one
         for rank in range(2)
@@ -61,7 +61,7 @@ def test_workers_are_told_their_part_too() -> None:
 
 
 @pytest.mark.slow
-def test_workers_that_inherit_nothing_are_told_it_too() -> None:
+def test_workers_that_inherit_nothing_receive_it_too() -> None:
     def make() -> Any:
         return DataLoader(Ordered(7), batch_size=None, num_workers=1, multiprocessing_context="spawn")
 

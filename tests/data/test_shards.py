@@ -37,8 +37,8 @@ def test_slices_of_all_processes_are_the_batch_of_one(name: str, size: int) -> N
 @pytest.mark.parametrize("name", ALL)
 def test_what_a_sharded_source_tells_of_the_whole_is_as_on_one_process(name: str) -> None:
     alone, sharded = open_source(ALL[name]()), opened(ALL[name], Shard(1, 3))
-    for told in ("length", "rows", "batch_size", "repeatable", "draws_global_rng"):
-        assert getattr(sharded, told) == getattr(alone, told), told
+    for reported in ("length", "rows", "batch_size", "repeatable", "draws_global_rng"):
+        assert getattr(sharded, reported) == getattr(alone, reported), reported
     assert sharded.fingerprint() == alone.fingerprint()
     assert set(sharded.position()) == set(alone.position())
 
@@ -152,9 +152,9 @@ def test_who_iterates_sharded_batches_by_hand_gets_whole_ones() -> None:
 
 
 def test_the_header_says_how_a_batch_is_shared() -> None:
-    for size, told in ((2, "64 = 2 x 32"), (3, "64 = 22 + 21 + 21"), (5, "64 = 4 x 13 + 1 x 12")):
+    for size, reported in ((2, "64 = 2 x 32"), (3, "64 = 22 + 21 + 21"), (5, "64 = 4 x 13 + 1 x 12")):
         source = opened(lambda: batches((torch.arange(1000),), 64, shuffle=True), Shard(0, size))
-        assert source.describe() == f"1,000 rows in batches of {told} from memory, shuffled"
+        assert source.describe() == f"1,000 rows in batches of {reported} from memory, shuffled"
     source = opened(LOADERS["dropped"], Shard(1, 2))
     assert source.describe() == "20 rows in batches of 4 = 2 x 2 from a DataLoader"
 

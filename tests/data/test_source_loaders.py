@@ -56,33 +56,33 @@ def test_a_state_of_a_loader_with_other_generators_is_refused() -> None:
         open_source(LOADERS["shuffle"]()).seek(open_source(LOADERS["generator"]()).position())
 
 
-def test_samplers_and_data_set_are_told_the_epoch_once() -> None:
-    class Told:
+def test_samplers_and_data_set_receive_the_epoch_once() -> None:
+    class Reported:
         def __init__(self) -> None:
-            self.told: list[int] = []
+            self.reported: list[int] = []
 
         def set_epoch(self, epoch: int) -> None:
-            self.told.append(epoch)
+            self.reported.append(epoch)
 
-    class ToldSampler(Told, SequentialSampler):
+    class ReportedSampler(Reported, SequentialSampler):
         def __init__(self) -> None:
-            Told.__init__(self)
+            Reported.__init__(self)
             SequentialSampler.__init__(self, range(20))
 
-    class ToldBatches(Told, BatchSampler):
+    class ReportedBatches(Reported, BatchSampler):
         def __init__(self, sampler: Any) -> None:
-            Told.__init__(self)
+            Reported.__init__(self)
             BatchSampler.__init__(self, sampler, 4, False)
 
-    class ToldData(Told, Noisy):
+    class ReportedData(Reported, Noisy):
         pass
 
-    inner = ToldSampler()
-    outer, data = ToldBatches(inner), ToldData()
+    inner = ReportedSampler()
+    outer, data = ReportedBatches(inner), ReportedData()
     source = open_source(DataLoader(data, batch_sampler=outer))
     for epoch in (0, 4):
         next(source.epoch(epoch))
-    assert inner.told == outer.told == data.told == [0, 4]
-    sampler = ToldSampler()
+    assert inner.reported == outer.reported == data.reported == [0, 4]
+    sampler = ReportedSampler()
     next(open_source(DataLoader(data, sampler=sampler)).epoch(2))
-    assert sampler.told == [2]
+    assert sampler.reported == [2]

@@ -175,16 +175,16 @@ def test_a_pass_beside_training_begins_anew_and_leaves_it_where_it_is() -> None:
 
 @pytest.mark.parametrize("length", ["a", "b"])
 def test_a_pass_beside_tells_no_data_set_of_another_epoch(length: str) -> None:
-    class Told(Rows):
+    class Reported(Rows):
         def set_epoch(self, epoch: int) -> None:
-            told.append(epoch)
+            reported.append(epoch)
 
-    told: list[int] = []
-    source = open_source(together(a=DataLoader(Told(9), 4), b=DataLoader(Told(9), 4), length=length))
+    reported: list[int] = []
+    source = open_source(together(a=DataLoader(Reported(9), 4), b=DataLoader(Reported(9), 4), length=length))
     list(source.epoch(2))
-    before = list(told)
+    before = list(reported)
     list(source.independent_copy().epoch(0))
-    assert told == before != []
+    assert reported == before != []
 
 
 # Several processes.

@@ -223,7 +223,7 @@ def test_an_overflow_at_the_floor_of_the_loss_scale_is_traced_under_that_scale()
 # What it does not know, and what it leaves.
 
 
-def test_an_update_of_the_users_own_is_told_of_the_batch_alone():
+def test_an_update_of_the_users_own_receives_the_batch_alone():
     class Own(Trainer):
         def update(self, window):
             loss = self.compute_gradients(window)

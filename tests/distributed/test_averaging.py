@@ -49,17 +49,24 @@ def average(missing: dict[int, list[int]]) -> dict[str, Any]:
     parameters = gradients(world, missing)
     buckets = GradientBuckets(parameters, world, bucket_mb=SMALL)
     with counted(Tensor, "tolist") as reads, counted(dist, "all_reduce") as sums:
-        told = buckets.average(torch.tensor([2.0 * world.rank, 1.0]))
+        reported = buckets.average(torch.tensor([2.0 * world.rank, 1.0]))
         during = reads[0]
         unused, again = buckets.unused, buckets.unused
     means = [None if p.grad is None else sorted({float(value) for value in p.grad.flatten()}) for p in parameters]
     assert unused == again
-    return {"means": means, "reads": during, "all": reads[0], "sums": sums[0], "unused": unused, "told": told.tolist()}
+    return {
+        "means": means,
+        "reads": during,
+        "all": reads[0],
+        "sums": sums[0],
+        "unused": unused,
+        "reported": reported.tolist(),
+    }
 
 
 def test_gradients_that_all_processes_have_are_averaged_without_a_read() -> None:
     for one in pool(2).run(average, {}):
-        assert one["means"] == LAYERS * [[1.5]] and one["told"] == [1.0, 1.0]
+        assert one["means"] == LAYERS * [[1.5]] and one["reported"] == [1.0, 1.0]
         assert (one["sums"], one["reads"], one["all"], one["unused"]) == (LAYERS, 0, 1, False)
 
 

@@ -198,7 +198,7 @@ def test_a_wrong_setting_is_refused_on_one_process_too(says, parallel, text) -> 
         as_world(parallel)
 
 
-def test_a_class_in_place_of_settings_is_told_its_parentheses(says) -> None:
+def test_a_class_in_place_of_settings_gets_the_line_with_parentheses(says) -> None:
     says({})
     with pytest.raises(SettingError, match=r"fix   parallel=DDP\(\)"):
         as_world(DDP)

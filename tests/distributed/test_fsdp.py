@@ -123,7 +123,7 @@ def test_a_forward_without_a_backward_does_not_hide_the_step() -> None:
 
 @contextmanager
 def older_torch() -> Iterator[None]:
-    """As on a torch whose models cannot be told to forget what was under way."""
+    """As on a torch whose models cannot be made to forget what was under way."""
     from torch.distributed.fsdp import FSDPModule
 
     known = vars(FSDPModule).get("reset_iter_state")

@@ -46,7 +46,7 @@ class Norms(Observer):
 
 
 class Encoding(Trainer[Net]):
-    """A step that calls a method of the model, which FSDP is told of."""
+    """A step that calls a method of the model, which is registered with FSDP."""
 
     def training_step(self, batch: Any) -> Tensor:
         x, y = batch

@@ -54,8 +54,8 @@ def main() -> None:
             print(f"kept in {kept}", file=sys.stderr)
     show(tables, unit=asked.what)
     if asked.json:
-        told = {table.title: {"counts": dict(table.counts), "repeat": table.repeat} for table in tables}
-        Path(asked.json).write_text(json.dumps(told))
+        reported = {table.title: {"counts": dict(table.counts), "repeat": table.repeat} for table in tables}
+        Path(asked.json).write_text(json.dumps(reported))
     sys.exit(int(bad))
 
 

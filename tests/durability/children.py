@@ -22,7 +22,7 @@ LIMIT = 120.0
 
 @dataclass(frozen=True)
 class When:
-    """A moment: `delay` seconds after the training has told a line that begins with `line` ("": after its start)."""
+    """A moment: `delay` seconds after the training has written a line that begins with `line` ("": after its start)."""
 
     delay: float
     line: str = ""
@@ -33,7 +33,7 @@ class When:
 
 @dataclass(frozen=True)
 class Line:
-    """One line that a training has told, and the seconds since its start when it came."""
+    """One line that a training has reported, and the seconds since its start when it came."""
 
     what: str
     update: int
@@ -54,7 +54,7 @@ class Ended:
     log: str = field(default="", repr=False)
 
     def last(self, what: str) -> int:
-        """The greatest update that a line of this kind told; 0 where there is none."""
+        """The greatest update that a line of this kind reported; 0 where there is none."""
         return max((line.update for line in self.lines if line.what == what), default=0)
 
     def first(self, what: str) -> Line | None:
@@ -174,7 +174,7 @@ class _Following:
             (os.killpg if self.when.group else os.kill)(self.pid, self.when.signal)
 
     def _read(self) -> bool:
-        """Take in what was told; False at the end of the pipe."""
+        """Take in what was reported; False at the end of the pipe."""
         while True:
             try:
                 data = os.read(self.fd, 1 << 16)

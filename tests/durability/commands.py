@@ -14,13 +14,13 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def tried(what: str, *words: str, base: Path) -> dict[str, Counter[str]]:
     """The verdicts by the name of what was tried; what the command said is shown where a test fails."""
-    told = base / "told.json"
-    told.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "tests.durability", what, "--at", str(base), "--json", str(told), *words]
+    reported = base / "reported.json"
+    reported.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "tests.durability", what, "--at", str(base), "--json", str(reported), *words]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300, check=False)
     print(done.stdout, done.stderr)
-    assert told.exists(), done.stderr
-    found: dict[str, Any] = json.loads(told.read_text())
+    assert reported.exists(), done.stderr
+    found: dict[str, Any] = json.loads(reported.read_text())
     return {name: Counter(one["counts"]) for name, one in found.items()}
 
 

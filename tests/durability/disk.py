@@ -25,7 +25,7 @@ DIRECTORY = object()
 class Op:
     """One thing that was done: to the names of directory `node`, or to the data of file `node`."""
 
-    what: Literal["make", "rename", "remove", "write", "resize", "sync", "told"]
+    what: Literal["make", "rename", "remove", "write", "resize", "sync", "reported"]
     node: int = ROOT
     name: str = ""
     """The name that is made, renamed or removed."""
@@ -34,7 +34,7 @@ class Op:
     to: tuple[int, str] = (ROOT, "")
     """Directory and new name of a rename."""
     at: int = 0
-    """Where data was written; the size, the number of the update that was told."""
+    """Where data was written; the size, the number of the update that was reported."""
     data: bytes = b""
     is_directory: bool = False
 
@@ -64,11 +64,11 @@ class Recorder:
             for name in names:
                 self._stand_before(name, method)
 
-    def told(self, what: str, update: int) -> None:
+    def reported(self, what: str, update: int) -> None:
         """Write down that a save was acknowledged."""
         if what == "saved":
             with self._lock:
-                self.ops.append(Op("told", at=update))
+                self.ops.append(Op("reported", at=update))
 
     def _stand_before(self, name: str, note: Callable[..., None]) -> None:
         real = self._real[name] = getattr(os, name)

@@ -184,7 +184,7 @@ def _goes_on(subject: Subject, reference: Reference, base: Path, make: Callable[
     due = subject.task.updates // subject.task.every * subject.task.every
     if ran.last("saved") < due:
         return Verdict("lost", why=f"the last save was that of update {ran.last('saved')}, {due} was due")
-    return _heard(ran, fault)
+    return _received(ran, fault)
 
 
 def _killed(subject: Subject, reference: Reference, base: Path, make: Callable[[Path], Fault]) -> Verdict:
@@ -206,14 +206,14 @@ def _raises(subject: Subject, reference: Reference, base: Path, make: Callable[[
     words = words_of(subject.adapter, f"{subject.variant}+raise")
     ran = _run(replace(subject, words=words), base, fault)
     if ran.code == 0 and fault.mends:
-        return _heard(ran, fault)
+        return _received(ran, fault)
     if ran.code == 0:
         return Verdict("silent", why="it did not raise")
     if isinstance(fault, Away | Ballast):
         fault.stop()
     verdict = judge(reference, _run(subject, base, None), acked=ran.last("saved"), made=ran.last("update"))
     assert verdict is not None
-    return verdict if verdict.word != "ok" else _heard(ran, fault)
+    return verdict if verdict.word != "ok" else _received(ran, fault)
 
 
 def _run(subject: Subject, base: Path, fault: Fault | None, when: When | None = None) -> Ended:
@@ -236,6 +236,6 @@ def _failed(ran: Ended) -> Verdict:
     return Verdict("error", why=f"exit code {ran.code}: {lines[-1][:200] if lines else ''}")
 
 
-def _heard(ran: Ended, fault: Fault) -> Verdict:
+def _received(ran: Ended, fault: Fault) -> Verdict:
     missing = [text for text in (fault.reason, str(fault.directory)) if text not in ran.log]
     return Verdict("silent", why=f"it does not say {missing}") if missing else Verdict("ok")

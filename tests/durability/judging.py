@@ -45,7 +45,7 @@ class Subject:
 
 @dataclass
 class Reference:
-    """What an uninterrupted run has told."""
+    """What an uninterrupted run has reported."""
 
     states: dict[int, tuple[str, ...]]
     """Update -> digests of weights and optimizer."""

@@ -74,7 +74,7 @@ def _record(subject: Subject, base: Path) -> list[Op]:
     def script(fd: int) -> None:
         recorder = Recorder(written)
         recorder.start()
-        subject.script(written / "run", at=recorder.told)(fd)
+        subject.script(written / "run", at=recorder.reported)(fd)
         kept.write_bytes(pickle.dumps(recorder.ops))
 
     ran = children.run(script, base / "log")
@@ -92,7 +92,7 @@ def _cases(ops: list[Op], *, seeds: int) -> list[_Case]:
     found: dict[bytes, _Case] = {}
     acked = 0
     for end in range(1, len(ops) + 1):
-        if ops[end - 1].what == "told":
+        if ops[end - 1].what == "reported":
             acked = max(acked, ops[end - 1].at)
         for leaves in (*CUTS, *(f"{end}.{n}" for n in range(seeds))):
             tree = after_cut(ops, end, leaves)

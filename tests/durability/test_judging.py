@@ -11,7 +11,7 @@ STATES = {update: (f"w{update}", f"o{update}") for update in range(9)}
 REFERENCE = Reference(STATES, ("w8", "o8", "rest"), 1.0, 0.1, 0.01, Ended([], 0, struck=False))
 
 
-def told(first: int, *words: str, ended: tuple[str, ...] = ("w8", "o8", "rest"), code: int = 0) -> Ended:
+def reported(first: int, *words: str, ended: tuple[str, ...] = ("w8", "o8", "rest"), code: int = 0) -> Ended:
     """A run that goes on from update `first`, in the state of these words or the right one."""
     later = [Line("update", update, STATES[update], 0.0) for update in range(first + 1, 9)]
     lines = [Line("resumed", first, words or STATES[first], 0.0), *later, Line("ended", 8, ended, 0.0)]
@@ -21,14 +21,14 @@ def told(first: int, *words: str, ended: tuple[str, ...] = ("w8", "o8", "rest"),
 @pytest.mark.parametrize(
     ("ran", "word"),
     [
-        (told(4), "ok"),
-        (told(6), "ok"),
-        (told(2), "lost"),
-        (told(0), "scratch"),
-        (told(4, "w4", "o3"), "mixed"),
-        (told(4, "w5", "o5"), "mixed"),
-        (told(4, ended=("w8", "o8", "another history")), "drift"),
-        (told(4, code=1), "error"),
+        (reported(4), "ok"),
+        (reported(6), "ok"),
+        (reported(2), "lost"),
+        (reported(0), "scratch"),
+        (reported(4, "w4", "o3"), "mixed"),
+        (reported(4, "w5", "o5"), "mixed"),
+        (reported(4, ended=("w8", "o8", "another history")), "drift"),
+        (reported(4, code=1), "error"),
         (Ended([], 1, struck=False), "error"),
         (Ended([], 0, struck=False), "error"),
         (Ended([], -9, struck=True, hung=True), "error"),
@@ -44,5 +44,5 @@ def test_a_run_killed_before_it_showed_its_state_is_not_judged() -> None:
 
 
 def test_the_updates_that_were_made_again_are_counted() -> None:
-    verdict = judge(REFERENCE, told(4), acked=4, made=7)
+    verdict = judge(REFERENCE, reported(4), acked=4, made=7)
     assert verdict is not None and verdict.behind == 3

@@ -27,12 +27,12 @@ Plan = list[dict[str, Any]]
 
 @dataclass
 class Job:
-    """How a job has ended, and what its processes have told."""
+    """How a job has ended, and what its processes have reported."""
 
     code: int
     seconds: float
     output: str = field(repr=False)
-    told: list[list[dict[str, Any]]] = field(repr=False)
+    reported: list[list[dict[str, Any]]] = field(repr=False)
     """The lines of each process, of all attempts."""
     outcome: list[Any] = field(repr=False)
     """What each has ended with; None where it has not."""
@@ -41,7 +41,7 @@ class Job:
     @property
     def kills(self) -> list[str]:
         """Where it was killed, in order."""
-        lines = sorted((one for each in self.told for one in each), key=lambda one: one["time"])
+        lines = sorted((one for each in self.reported for one in each), key=lambda one: one["time"])
         return [one["at"] for one in lines if one["what"] == "planned"]
 
 
@@ -60,7 +60,7 @@ def run(directory: Path, plan: Plan, *, processes: int = 2, restarts: int = 3, l
         process.returncode,
         time.monotonic() - begin,
         (directory / "log").read_text(errors="replace"),
-        [_lines(directory / f"told-{rank}.jsonl") for rank in range(processes)],
+        [_lines(directory / f"reported-{rank}.jsonl") for rank in range(processes)],
         [_outcome(directory / f"outcome-{rank}.json") for rank in range(processes)],
         hung,
     )
@@ -97,7 +97,7 @@ def judged(whole: Job, job: Job) -> Verdict:
     if job.hung or job.code:
         last = [line for line in job.output.splitlines() if line.strip()][-1:]
         return Verdict("error", why="it hangs" if job.hung else f"exit code {job.code}: {''.join(last)[:200]}")
-    first = job.told[0]
+    first = job.reported[0]
     acknowledged = behind = 0
     for line in first:
         if line["what"] == "begins":

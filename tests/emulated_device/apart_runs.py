@@ -62,13 +62,13 @@ def check_runs() -> None:
     """Weights, buffers and all numbers of a run are bit for bit those of the CPU; in bf16 each casts what it will."""
     every = {"accumulate": 2, "clip": ClipNorm(0.5), "schedule": OneCycle(1e-2), "average": EMA(0.9)}
     for precision, settings in ((None, {}), (None, every), ("bf16", every)):
-        (there, told), (here, wanted) = (trained(device, precision, **settings) for device in ("auto", "cpu"))
+        (there, reported), (here, wanted) = (trained(device, precision, **settings) for device in ("auto", "cpu"))
         assert {tensor.device for tensor in there.model.state_dict().values()} == {APART}
         near = {"rtol": 0, "atol": 0} if precision is None else {"rtol": 0.05, "atol": 0.05}
         for name, tensor in there.model.state_dict().items():
             torch.testing.assert_close(tensor.cpu(), here.model.state_dict()[name], **near)
         for name in ("loss", "val_loss", "accuracy", "val_accuracy"):
-            numbers, others = ([row[name] for row in rows] for rows in (told, wanted))
+            numbers, others = ([row[name] for row in rows] for rows in (reported, wanted))
             torch.testing.assert_close(torch.tensor(numbers), torch.tensor(others), **near)
 
 
@@ -81,8 +81,10 @@ def check_tools() -> None:
     try:
         trainer.fit((images, torch.arange(6) % 3), epochs=1, batch_size=3)
     except RuntimeError as error:
-        told = "".join(error.__notes__)
-        assert "5.weight was left on the cpu" in told and "model.to('apart:0') before Trainer(...)" in told, told
+        reported = "".join(error.__notes__)
+        assert "5.weight was left on the cpu" in reported and "model.to('apart:0') before Trainer(...)" in reported, (
+            reported
+        )
     else:
         raise AssertionError("a model with a part elsewhere was trained")
 

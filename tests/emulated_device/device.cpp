@@ -234,5 +234,5 @@ TORCH_LIBRARY_IMPL(aten, AutocastPrivateUse1, m) {
 }
 
 
-// Told to torch when this is loaded.
-static const bool told = (at::RegisterPrivateUse1HooksInterface(&hooks), true);
+// Registered with torch when this is loaded.
+static const bool registered = (at::RegisterPrivateUse1HooksInterface(&hooks), true);

@@ -238,11 +238,11 @@ def test_a_schedule_free_script_killed_and_run_again_is_never_killed(at, early, 
         results = [trainer.fit(train(), val(), epochs=2, resume="auto") for _ in range(2)]
         return trainer, [(one.weights, one.history, one.updates) for one in results]
 
-    whole, told = script(tmp_path / "whole")
+    whole, reported = script(tmp_path / "whole")
     with pytest.raises(ZeroDivisionError):
         script(tmp_path / "cut", at)
     cut, also = script(tmp_path / "cut")
-    assert equal(whole.model, cut.model) and told == also
+    assert equal(whole.model, cut.model) and reported == also
     for a, b in zip(whole.optimizer.state.values(), cut.optimizer.state.values(), strict=True):
         assert torch.equal(a["z"], b["z"])
     assert cut.optimizer.param_groups[0]["k"] == whole.optimizer.param_groups[0]["k"] == 12

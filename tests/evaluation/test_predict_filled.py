@@ -51,13 +51,13 @@ def test_a_piece_of_any_size_gives_the_same(size, monkeypatch) -> None:
     assert torch.equal(outputs, wanted)
 
 
-def test_fewer_rows_than_were_told_hold_no_more_memory() -> None:
+def test_fewer_rows_than_announced_hold_no_more_memory() -> None:
     outputs, wanted = predicted(lambda output: output[: len(output) // 2])
     assert torch.equal(outputs, torch.cat([one[: len(one) // 2] for one in wanted.split(8)]))
     assert outputs.untyped_storage().nbytes() == outputs.nbytes
 
 
-def test_more_rows_than_were_told_are_all_there() -> None:
+def test_more_rows_than_announced_are_all_there() -> None:
     outputs, wanted = predicted(lambda output: torch.cat([output, output]))
     assert torch.equal(outputs, torch.cat([torch.cat([one, one]) for one in wanted.split(8)]))
 

@@ -148,7 +148,7 @@ def streamed(counts: list[int]) -> Any:
     return outputs.tolist(), made.ran
 
 
-def test_streams_are_told_by_batch_and_rank_and_every_process_runs_as_many_forwards() -> None:
+def test_streams_are_reported_by_batch_and_rank_and_every_process_runs_as_many_forwards() -> None:
     wanted = [0.0, 1.0, 100.0, 101.0, 200.0, 2.0, 3.0, 102.0, 103.0, 104.0]
     assert pool(3).run(streamed, [4, 5, 1]) == [(wanted, 3)] * 3
 
@@ -236,7 +236,7 @@ def test_small_outputs_are_gathered_many_at_once_and_large_ones_one_by_one(monke
         ([torch.zeros(2), [0, 0]], None),
     ],
 )
-def test_what_is_no_output_of_a_batch_is_told_piece_by_piece(pieces: list[Any], wanted: Any) -> None:
+def test_what_is_no_output_of_a_batch_is_reported_piece_by_piece(pieces: list[Any], wanted: Any) -> None:
     dealt = [(piece, len(piece) if isinstance(piece, list) else 2) for piece in pieces]
     found = _joined_slices(dealt)
     assert (

@@ -327,8 +327,8 @@ def test_predictions_of_selected_rows_are_not_compared_with_the_last_item_of_the
     ):
         trainer.report(NODES)
     assert trainer.predict(NODES).shape == (3, 3)
-    told = TellsNodes(trainer.model, None, nn.CrossEntropyLoss(), console=False).report(NODES)
-    assert torch.equal(told.target, NODES[0][2][NODES[0][3]])
+    reported = TellsNodes(trainer.model, None, nn.CrossEntropyLoss(), console=False).report(NODES)
+    assert torch.equal(reported.target, NODES[0][2][NODES[0][3]])
 
 
 def test_a_training_step_that_splits_confirms_the_last_item_as_the_target():
@@ -353,7 +353,7 @@ def test_a_batch_without_a_target_is_refused_with_what_to_write():
     assert trainer._hooks.split((1, 2)) == ((1,), 2)
 
 
-def test_what_goes_wrong_in_the_model_is_told_with_the_batch():
+def test_what_goes_wrong_in_the_model_is_reported_with_the_batch():
     trainer = Trainer(nn.Linear(4, 3), None, nn.CrossEntropyLoss(), console=False)
     with pytest.raises(RuntimeError) as failed:
         report(trainer, open_source((normal(9, 3), whole(3, 9)), batch_size=5))

@@ -99,13 +99,13 @@ class Steps(torch.optim.AdamW):
 
 
 class Seen(Observer):
-    """Keeps what it is told, as plain data."""
+    """Keeps what is reported to it, as plain data."""
 
     def __init__(self, cut):
-        self.cut, self.told, self.final = cut, [], []
+        self.cut, self.reported, self.final = cut, [], []
 
     def _take(self, what, record, *fields):
-        self.told.append((what, *(getattr(record, field) for field in fields)))
+        self.reported.append((what, *(getattr(record, field) for field in fields)))
         self.cut.at(what)
 
     def on_update(self, update):
@@ -180,7 +180,7 @@ def make(directory, cut=None, *, cls=Cuttable, loss=None, grace=20.0, observers=
         return {"probed": next(trainer.model.parameters()).sum().item()}
 
     def ending(trainer):
-        seen.told.append(("probed", trainer.progress.updates))
+        seen.reported.append(("probed", trainer.progress.updates))
 
     def measured(output, target):
         cut.at("metric")
@@ -252,8 +252,8 @@ def state_of(trainer):
     return [*trainer.model.state_dict().values(), *kept, *map(torch.as_tensor, trainer.state.values())]
 
 
-def check_equal(whole, resumed, *, told):
-    """Hold a resumed run against the one that was never cut; `told` is what its observers heard in both parts."""
+def check_equal(whole, resumed, *, reported):
+    """Hold a resumed run against the one that was never cut; `reported` is what its observers got in both parts."""
     (a, seen, _), (b, _, _) = whole, resumed
     assert b.result.stopped == a.result.stopped
     assert len(state_of(a)) == len(state_of(b))
@@ -263,7 +263,7 @@ def check_equal(whole, resumed, *, told):
         assert getattr(a.result, name) == getattr(b.result, name), name
     best, other = a.result.best, b.result.best
     assert (best.value, best.epoch, best.update) == (other.value, other.epoch, other.update)
-    assert told == seen.told
+    assert reported == seen.reported
     assert resumed[1].random == seen.random
 
 
@@ -292,7 +292,7 @@ class Other:
         ended = go(directory, cut, **self.given(directory))
         resumed = go(directory, resume="auto", **self.given(directory))
         assert resumed[2] is None
-        check_equal(self.whole(), resumed, told=ended[1].told + resumed[1].told)
+        check_equal(self.whole(), resumed, reported=ended[1].reported + resumed[1].reported)
         return ended
 
 

@@ -33,7 +33,7 @@ def pieces(number=6, rows=4, seed=0):
     ]
 
 
-class Told(Observer):
+class Reported(Observer):
     def __init__(self):
         self.events = []
 
@@ -71,11 +71,11 @@ def make(cls=Trainer, **settings):
 
 @pytest.mark.parametrize(("n", "epochs"), [(4, 0), (6, 1), (9, 1), (12, 2)])
 def test_max_updates_end_a_run_exactly_also_inside_an_epoch(n, epochs):
-    told = Told()
-    result = make(observers=[told]).fit(pieces(), pieces(1), max_updates=n)
+    reported = Reported()
+    result = make(observers=[reported]).fit(pieces(), pieces(1), max_updates=n)
     assert (result.updates, result.epochs, result.stopped) == (n, epochs, f"max_updates={n} reached")
-    assert told.of("validate") == sorted({*range(6, n + 1, 6), n})
-    assert len(result.history) == len(told.of("validate"))
+    assert reported.of("validate") == sorted({*range(6, n + 1, 6), n})
+    assert len(result.history) == len(reported.of("validate"))
 
 
 def test_max_seconds_end_a_run_after_the_update_in_hand():
@@ -98,12 +98,12 @@ def test_an_endless_stream_is_cut_into_epochs():
             given.append(number)
             yield batch
 
-    told = Told()
-    trainer = make(observers=[told], accumulate=2)
+    reported = Reported()
+    trainer = make(observers=[reported], accumulate=2)
     result = trainer.fit(stream(), pieces(1), epochs=3, epoch_updates=4)
     assert (result.updates, result.epochs) == (12, 3)
-    assert told.of("epoch") == [1, 2, 3]
-    assert told.of("validate") == [4, 8, 12]
+    assert reported.of("epoch") == [1, 2, 3]
+    assert reported.of("validate") == [4, 8, 12]
     assert given == list(range(24))  # nothing is read ahead, and nothing is lost between epochs
 
 
@@ -123,10 +123,10 @@ def test_an_endless_stream_is_cut_into_epochs():
     ],
 )
 def test_validation_falls_due_by_its_span_and_at_the_end_never_twice(span, at):
-    told = Told()
-    result = make(observers=[told]).fit(pieces(), pieces(1), epochs=3, validate=span)
-    assert told.of("validate") == at
-    assert told.of("epoch") == [1, 2, 3]
+    reported = Reported()
+    result = make(observers=[reported]).fit(pieces(), pieces(1), epochs=3, validate=span)
+    assert reported.of("validate") == at
+    assert reported.of("epoch") == [1, 2, 3]
     updates = [row["update"] for row in result.history]
     assert updates == sorted({*at, 6, 12, 18})
 
@@ -206,10 +206,10 @@ def test_patience_counts_validations_inside_an_epoch_too():
     ],
 )
 def test_a_checkpoint_is_written_at_every_span_and_at_the_end(every, val, at, tmp_path):
-    told = Told()
-    trainer = make(checkpoint=Checkpoint(tmp_path, every=every, keep=30), observers=[told])
+    reported = Reported()
+    trainer = make(checkpoint=Checkpoint(tmp_path, every=every, keep=30), observers=[reported])
     trainer.fit(pieces(), pieces(1) if val else None, epochs=3)
-    assert told.of("save") == at
+    assert reported.of("save") == at
     assert sorted(path.name for path in tmp_path.glob("update-*")) == [f"update-{n:010d}" for n in at]
 
 
@@ -220,9 +220,9 @@ def test_save_from_a_hook_is_written_when_the_update_is_whole(tmp_path):
                 self.save()
             return super().training_step(batch)
 
-    told = Told()
-    make(Saves, checkpoint=Checkpoint(tmp_path), observers=[told], accumulate=2).fit(pieces(), epochs=2)
-    assert told.of("save") == [3, 6]  # asked for in update 3
+    reported = Reported()
+    make(Saves, checkpoint=Checkpoint(tmp_path), observers=[reported], accumulate=2).fit(pieces(), epochs=2)
+    assert reported.of("save") == [3, 6]  # asked for in update 3
 
     class Bare(Saves):
         pass
@@ -236,12 +236,12 @@ def test_save_from_begin_epoch_is_written_after_the_first_update_of_that_epoch(t
         def begin_epoch(self, epoch):
             self.save()
 
-    told = Told()
-    make(Saves, checkpoint=Checkpoint(tmp_path, every=Updates(100)), observers=[told]).fit(pieces(), epochs=2)
-    assert told.of("save") == [1, 7, 12]
+    reported = Reported()
+    make(Saves, checkpoint=Checkpoint(tmp_path, every=Updates(100)), observers=[reported]).fit(pieces(), epochs=2)
+    assert reported.of("save") == [1, 7, 12]
 
 
-def test_a_save_that_fails_during_a_validation_is_told_at_the_next_update(tmp_path, monkeypatch):
+def test_a_save_that_fails_during_a_validation_is_reported_at_the_next_update(tmp_path, monkeypatch):
     validates = threading.Event()
 
     def refuse(file):
@@ -271,8 +271,10 @@ def test_a_save_that_fails_during_a_validation_is_told_at_the_next_update(tmp_pa
 
 
 def test_a_second_fit_is_a_new_stage():
-    told = Told()
-    trainer = make(Planned, observers=[told], early_stopping=EarlyStopping("val_loss", patience=3, restore_best=False))
+    reported = Reported()
+    trainer = make(
+        Planned, observers=[reported], early_stopping=EarlyStopping("val_loss", patience=3, restore_best=False)
+    )
     first = trainer.fit(pieces(), pieces(1), epochs=2)
     second = trainer.fit(pieces(), pieces(1), epochs=2)
     assert (first.updates, second.updates, second.epochs) == (12, 12, 2)

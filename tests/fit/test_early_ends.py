@@ -74,8 +74,8 @@ def stopping(place, n):
 def lines(directory):
     """What a journal says of updates, validations and epochs, but for what a session measures of itself."""
     measured = ("seconds", "waiting", "rows")
-    told = [record for record in read_journal(directory / "journal.jsonl")]
-    kept = [record for record in told if record["event"] in ("update", "validate", "epoch")]
+    reported = [record for record in read_journal(directory / "journal.jsonl")]
+    kept = [record for record in reported if record["event"] in ("update", "validate", "epoch")]
     return [{name: value for name, value in record.items() if name not in measured} for record in kept]
 
 
@@ -89,9 +89,9 @@ def flat(tree, where=""):
     return [] if where.endswith("seconds") else [(where, repr(value))]
 
 
-def check_same(whole, resumed, directories, *, told):
+def check_same(whole, resumed, directories, *, reported):
     """Weights, optimizer, history, patience, Plateau, best, random states, journal and the last checkpoint."""
-    check_equal(whole, resumed, told=told)
+    check_equal(whole, resumed, reported=reported)
     assert whole[0].result.final_validation is resumed[0].result.final_validation is None
     assert lines(directories[0]) == lines(directories[1])
     last, other = (latest_checkpoint(directory / "c") for directory in directories)
@@ -123,7 +123,7 @@ def check_stopped(which, place, n, tmp_path, wholes):
     stopped = run(tmp_path, which, cut)
     assert cut.left <= 0 and stopped[2] is None and stopped[0].result.stopped == "enough"
     resumed = run(tmp_path, which, resume="auto")
-    check_same(whole, resumed, (directory, tmp_path), told=stopped[1].told + resumed[1].told)
+    check_same(whole, resumed, (directory, tmp_path), reported=stopped[1].reported + resumed[1].reported)
     if stopped[1].final:
         ((_, update, metrics),) = stopped[1].final
         assert stopped[0].result.final_validation == metrics and metrics["update"] == update
@@ -153,13 +153,13 @@ def test_the_law_sees_a_final_validation_that_counts(tmp_path, wholes, monkeypat
 def test_a_run_stopped_again_and_again_is_the_run_that_never_stopped(tmp_path, wholes):
     which = "validated by epochs"
     directory, whole = wholes(which)
-    told, resume = [], None
+    reported, resume = [], None
     for place, n in (("after_update", 1), ("after_update", 2), ("end_epoch", 1), ("begin_epoch", 2), ("row", 4)):
         stopped = run(tmp_path, which, stopping(place, n), resume=resume)
         assert stopped[0].result.stopped == "enough"
-        told, resume = told + stopped[1].told, "auto"
+        reported, resume = reported + stopped[1].reported, "auto"
     resumed = run(tmp_path, which, resume="auto")
-    check_same(whole, resumed, (directory, tmp_path), told=told + resumed[1].told)
+    check_same(whole, resumed, (directory, tmp_path), reported=reported + resumed[1].reported)
 
 
 class Clock:
@@ -191,7 +191,7 @@ def test_a_run_whose_time_was_over_goes_on_with_more_time_as_if_it_never_ended(w
     assert [line for line in lines(tmp_path) if line.get("final")] != []
 
     resumed = run(tmp_path, which, ends=dict(max_seconds=1000), resume="auto")
-    check_same(whole, resumed, (directory, tmp_path), told=ended[1].told + resumed[1].told)
+    check_same(whole, resumed, (directory, tmp_path), reported=ended[1].reported + resumed[1].reported)
 
 
 @pytest.mark.parametrize("place", ["val row", "final"])
@@ -215,7 +215,7 @@ def test_a_signal_in_the_validation_of_an_early_end_has_it_done_by_the_resume(pl
         assert (again.updates, again.stopped) == (2, "enough") and again.history == whole_stop.history == []
         assert again.final_validation == whole_stop.final_validation
         resumed = run(tmp_path / "cut", which, resume="auto")
-    check_same(whole, resumed, (directory, tmp_path / "cut"), told=ended[1].told + resumed[1].told)
+    check_same(whole, resumed, (directory, tmp_path / "cut"), reported=ended[1].reported + resumed[1].reported)
 
 
 def test_a_later_stage_tells_the_early_end_of_the_one_it_passes(tmp_path):

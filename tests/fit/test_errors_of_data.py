@@ -28,7 +28,7 @@ def test_an_error_of_the_data_is_saved_in_any_case(kind, n, directory):
     assert type(broken[2]) is BreaksError
     assert traceback.extract_tb(broken[2].__traceback__)[-1].name == "breaks"
     resumed = go(directory / "a", resume="auto", **kept)
-    check_equal(go(directory / "b", **kept), resumed, told=broken[1].told + resumed[1].told)
+    check_equal(go(directory / "b", **kept), resumed, reported=broken[1].reported + resumed[1].reported)
 
 
 class Some(torch.utils.data.Dataset):

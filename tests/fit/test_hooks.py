@@ -235,14 +235,14 @@ def test_after_update_comes_for_applied_updates_only():
     assert seen == [1, 2]
 
 
-def test_numbers_logged_in_after_update_are_told_with_their_update():
+def test_numbers_logged_in_after_update_are_reported_with_their_update():
     class Logs(Trainer):
         def after_update(self):
             self.log("n", float(self.progress.updates))
 
-    told = Records()
-    result = made(Logs, observers=[told], accumulate=2).fit(batches((x, y), 5), epochs=1)
-    assert [one.values for one in told.updates] == [{"n": 1.0}, {"n": 2.0}]
+    reported = Records()
+    result = made(Logs, observers=[reported], accumulate=2).fit(batches((x, y), 5), epochs=1)
+    assert [one.values for one in reported.updates] == [{"n": 1.0}, {"n": 2.0}]
     assert result.history[0]["n"] == pytest.approx((10 * 1.0 + 2 * 2.0) / 12)
 
 
@@ -338,6 +338,6 @@ def test_a_group_added_beside_a_schedule_keeps_its_own_rate():
                 self.model.append(nn.Linear(3, 3))
                 self.optimizer.add_param_group({"params": self.model[1].parameters(), "lr": 0.5})
 
-    told = Records()
-    made(Grows, schedule=OneCycle(0.3, cycle_momentum=False), observers=[told]).fit(data(), epochs=2)
-    assert len(told.updates[-1].lrs) == 2
+    reported = Records()
+    made(Grows, schedule=OneCycle(0.3, cycle_momentum=False), observers=[reported]).fit(data(), epochs=2)
+    assert len(reported.updates[-1].lrs) == 2

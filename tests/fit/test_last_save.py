@@ -94,7 +94,7 @@ def test_where_the_last_save_fails_the_error_names_the_newest_complete_checkpoin
 
     trainer = make(tmp_path, async_save=async_save, every=Updates(2), observers=[Fills()])
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the save at update 4 or 6, if it is heard of before the end
+        warnings.simplefilter("ignore")  # of the save at update 4 or 6, if it is reported before the end
         with pytest.raises(CheckpointError) as caught:
             trainer.fit(BATCHES, epochs=2)
     newest = latest_checkpoint(tmp_path)

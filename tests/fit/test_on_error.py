@@ -73,7 +73,7 @@ def broken_and_resumed(directory, which, cut):
     assert type(broken[2]) is BreaksError, broken[2]
     resumed = go(directory, on_error="save", resume="auto", **SETTINGS[which])
     assert resumed[2] is None
-    check_equal(whole(which), resumed, told=broken[1].told + resumed[1].told)
+    check_equal(whole(which), resumed, reported=broken[1].reported + resumed[1].reported)
     return broken
 
 
@@ -153,7 +153,7 @@ def test_a_loss_that_is_not_finite_is_saved_as_before_its_window(directory):
     assert type(broken[2]) is NonFiniteError
     resumed = go(directory / "b", cls=Poisoned, on_error="save", resume="auto")
     assert resumed[2] is None
-    check_equal(usual, resumed, told=broken[1].told + resumed[1].told)
+    check_equal(usual, resumed, reported=broken[1].reported + resumed[1].reported)
 
 
 # Updates of the user's own.
@@ -236,7 +236,7 @@ def test_an_error_after_the_step_has_begun_saves_nothing_and_says_from_where_it_
     assert latest_checkpoint(directory).name == "update-0000000003"
     assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") continues from update 3',)
     resumed = go(directory, resume="auto", on_error="save")
-    check_equal(whole_without_part(), resumed, told=whole_without_part()[1].told[:4] + resumed[1].told)
+    check_equal(whole_without_part(), resumed, reported=whole_without_part()[1].reported[:4] + resumed[1].reported)
 
 
 def whole_without_part():
@@ -254,7 +254,7 @@ def test_without_it_an_error_of_the_users_own_saves_nothing(directory):
     )
     assert latest_checkpoint(directory).name == "update-0000000003"
     resumed = go(directory, resume="auto")
-    check_equal(whole_without_part(), resumed, told=whole_without_part()[1].told[:4] + resumed[1].told)
+    check_equal(whole_without_part(), resumed, reported=whole_without_part()[1].reported[:4] + resumed[1].reported)
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def breaks():
     raise BrokenError
 
 
-def hangs_and_is_told_to_end():
+def hangs_until_it_is_stopped():
     threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGTERM)).start()
     time.sleep(60)
     raise AssertionError("nothing has ended the wait")
@@ -69,7 +69,7 @@ def hangs_and_is_told_to_end():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 1])
-@pytest.mark.parametrize("then", [breaks, hangs_and_is_told_to_end])
+@pytest.mark.parametrize("then", [breaks, hangs_until_it_is_stopped])
 def test_a_run_that_ends_while_its_data_are_opened_goes_on_exactly(then, workers, tmp_path):
     whole, _ = fit(tmp_path / "whole", workers=workers)
     broken, error = fit(tmp_path / "broken", then, 2, workers=workers)

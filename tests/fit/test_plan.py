@@ -194,7 +194,7 @@ def test_a_plan_says_in_brief_what_fills_the_slots(settings, text):
     assert make(**settings).plan(batches(rows_of_data(), 3), epochs=2).settings == text
 
 
-def test_slots_of_several_optimizers_are_told_by_name():
+def test_slots_of_several_optimizers_are_reported_by_name():
     model = nn.ModuleDict({"G": nn.Linear(4, 1), "D": nn.Linear(4, 1)})
     optimizers = {"G": torch.optim.Adam, "D": torch.optim.Adam}
     clip, schedule = {"D": 1.0, "G": ClipValue(2.0)}, {"G": Cosine()}
@@ -203,7 +203,7 @@ def test_slots_of_several_optimizers_are_told_by_name():
     assert plan.settings == ("schedule G Cosine", "clip D 1.0, G ClipValue(2.0)")
 
 
-def test_a_setting_of_ones_own_is_told_by_its_name():
+def test_a_setting_of_ones_own_is_reported_by_its_name():
     class Mine:
         def __init__(self):
             self.weights = torch.ones(3)

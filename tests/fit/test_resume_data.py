@@ -96,8 +96,10 @@ def test_with_resume_data_false_the_epoch_begins_anew_with_the_new_data_alone(ki
     assert "resume_data=False: epoch 1 begins anew, with other data" in header.notes
     assert trainer.result.updates == 3 + 2 * per_epoch
     assert [row["update"] for row in trainer.result.history] == [3 + per_epoch, 3 + 2 * per_epoch]
-    assert [told[1] for told in seen.told if told[0] == "on_update"] == list(range(4, 4 + 2 * per_epoch))
-    sizes = [told[5] for told in seen.told if told[0] == "on_update"][:per_epoch]
+    assert [reported[1] for reported in seen.reported if reported[0] == "on_update"] == list(
+        range(4, 4 + 2 * per_epoch)
+    )
+    sizes = [reported[5] for reported in seen.reported if reported[0] == "on_update"][:per_epoch]
     assert sum(sizes) == other.get("n", 24) and sizes[0] == size
     assert trainer.result.history[0]["rows seen"] == sum(sizes) / per_epoch  # nothing of the data before
     assert not any(torch.equal(*pair) for pair in zip(weights, trainer.model.parameters(), strict=True))
@@ -131,7 +133,7 @@ def test_it_can_be_ended_and_resumed_in_its_turn(tmp_path):
 
     _, cut_seen, _ = fit(tmp_path / "a", own(n=20), resume="auto", resume_data=False, cut=Cut("step", 3, send(15)))
     resumed, rest, _ = fit(tmp_path / "a", own(n=20), resume="auto")
-    assert cut_seen.told + rest.told == seen.told
+    assert cut_seen.reported + rest.reported == seen.reported
     assert resumed.result.history == whole.result.history
     assert all(torch.equal(*pair) for pair in zip(whole.model.parameters(), resumed.model.parameters(), strict=True))
 

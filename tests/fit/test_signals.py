@@ -86,13 +86,13 @@ def test_a_signal_ends_runs_of_other_settings_as_exactly(which, place, n, direct
 
 
 def test_signals_again_and_again_lose_nothing(directory):
-    told, resume = [], None
+    reported, resume = [], None
     for place, n in (("row", 4), ("row", 1), ("on_update", 3), ("val row", 6), ("val row", 6), ("training_step", 1)):
         _, seen, error = go(directory, Cut(place, n, send(signal.SIGTERM)), resume=resume)
         assert type(error) is Stopped
-        told, resume = told + seen.told, "auto"
+        reported, resume = reported + seen.reported, "auto"
     resumed = go(directory, resume="auto")
-    check_equal(USUAL.whole(), resumed, told=told + resumed[1].told)
+    check_equal(USUAL.whole(), resumed, reported=reported + resumed[1].reported)
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
@@ -167,14 +167,14 @@ def test_handlers_are_those_from_before_whichever_way_it_ends(ends, directory):
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
 def test_a_handler_of_the_users_own_stays_and_is_called(number, directory):
-    heard = []
-    before = signal.signal(number, lambda *_: heard.append(number))
+    received = []
+    before = signal.signal(number, lambda *_: received.append(number))
     try:
         _, _, error = go(directory, Cut("training_step", 5, send(number)))
         assert signal.getsignal(number).__name__ == "<lambda>"
     finally:
         signal.signal(number, before)
-    assert error is None and heard == [number]
+    assert error is None and received == [number]
 
 
 @pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
@@ -194,7 +194,7 @@ def test_a_fit_in_another_thread_installs_nothing_and_works(directory):
     thread = threading.Thread(target=lambda: ended.append(go(directory, cut)))
     thread.start()
     thread.join()
-    check_equal(USUAL.whole(), ended[0], told=ended[0][1].told)
+    check_equal(USUAL.whole(), ended[0], reported=ended[0][1].reported)
     assert found == before
 
 

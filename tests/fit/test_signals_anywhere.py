@@ -14,8 +14,8 @@ from trainwright import Observer, Stopped, Trainer, latest_checkpoint
 from trainwright.fit import context
 
 
-class Told(Observer):
-    """Sends a signal when it is told of something."""
+class Reported(Observer):
+    """Sends a signal when something is reported to it."""
 
     def __init__(self, event, number):
         self.event, self.number, self.ends = event, number, []
@@ -43,13 +43,13 @@ def handlers():
 @pytest.mark.parametrize("place", ["begin_epoch", "validation_step", "val row", "on_fit_start", "data"])
 def test_a_signal_before_the_first_window_ends_the_run_with_a_result(place, number, directory):
     before = handlers()
-    told = Told(place, number)
-    trainer, seen, error = go(directory, Cut(place, 1, send(number)), observers=[told], kind=place)
+    reported = Reported(place, number)
+    trainer, seen, error = go(directory, Cut(place, 1, send(number)), observers=[reported], kind=place)
     check_ended((trainer, seen, error), number)
-    assert (trainer.result.updates, told.ends) == (0, [trainer.result.stopped])
+    assert (trainer.result.updates, reported.ends) == (0, [trainer.result.stopped])
     assert trainer.result.notes == ('nothing is saved: fit(..., resume="auto") starts at the beginning',)
     assert not list(directory.glob("update-*")) and handlers() == before
-    check_equal(USUAL.whole(), go(directory), told=USUAL.whole()[1].told)
+    check_equal(USUAL.whole(), go(directory), reported=USUAL.whole()[1].reported)
 
 
 @pytest.mark.parametrize("place", ["loading", "begin_epoch", "on_fit_start"])
@@ -63,13 +63,13 @@ def test_a_signal_while_a_run_is_resumed_loses_nothing(place, directory, monkeyp
         return load(*given, **named)
 
     monkeypatch.setattr(context, "load_checkpoint", loading)
-    told = Told(place, signal.SIGTERM)
-    again = go(directory, Cut(place, 1, send(signal.SIGTERM)), resume="auto", observers=[told])
+    reported = Reported(place, signal.SIGTERM)
+    again = go(directory, Cut(place, 1, send(signal.SIGTERM)), resume="auto", observers=[reported])
     check_ended(again, signal.SIGTERM)
-    assert again[0].result.updates == 5 and told.ends == ["SIGTERM"]
+    assert again[0].result.updates == 5 and reported.ends == ["SIGTERM"]
     monkeypatch.undo()
     resumed = go(directory, resume="auto")
-    check_equal(USUAL.whole(), resumed, told=ended[1].told + again[1].told + resumed[1].told)
+    check_equal(USUAL.whole(), resumed, reported=ended[1].reported + again[1].reported + resumed[1].reported)
 
 
 def test_a_signal_while_a_finished_run_is_loaded_ends_it_too(directory, monkeypatch):
@@ -101,7 +101,7 @@ def test_what_takes_longer_than_the_grace_to_make_ready_is_cut_off(directory):
 @pytest.mark.parametrize("number", ENDING, ids=lambda one: one.name)
 def test_a_signal_in_on_fit_end_lets_all_observers_end_and_ends_the_process(number, directory):
     before = handlers()
-    first, second = Told("on_fit_end", number), Told("", number)
+    first, second = Reported("on_fit_end", number), Reported("", number)
     ended = go(directory, observers=[first, second])
     check_ended(ended, number)
     assert first.ends == second.ends == ["epochs=2 reached"] and handlers() == before
@@ -131,7 +131,7 @@ def test_an_interrupt_raised_in_user_code_is_saved_with_on_error(kind, place, n,
     note = f'saved at update {broken[0].result.updates}: fit(..., resume="auto") continues from there'
     assert note in broken[0].result.notes
     resumed = run(directory / "cut", resume="auto")
-    check_equal(whole, resumed, told=broken[1].told + resumed[1].told)
+    check_equal(whole, resumed, reported=broken[1].reported + resumed[1].reported)
 
 
 @pytest.mark.parametrize("kind", [KeyboardInterrupt, SystemExit])
@@ -155,7 +155,7 @@ def test_a_handler_of_the_users_own_that_exits_is_saved_with_on_error(place, n, 
     assert type(broken[2]) is SystemExit and broken[2].code == 7
     assert any("continues from there" in note for note in broken[0].result.notes)
     resumed = go(directory / "cut", on_error="save", resume="auto")
-    check_equal(whole, resumed, told=broken[1].told + resumed[1].told)
+    check_equal(whole, resumed, reported=broken[1].reported + resumed[1].reported)
 
 
 @pytest.mark.parametrize("place", ["step", "after_update", "end_epoch"])

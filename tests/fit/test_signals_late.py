@@ -35,7 +35,7 @@ def test_an_update_that_takes_longer_than_its_grace_is_cut_off_and_not_saved(dir
     assert saved_in(directory) == ["update-0000000003"]
     assert trainer.result.notes == ('not saved at its end: fit(..., resume="auto") continues from update 3',)
     resumed = go(directory, resume="auto")
-    check_equal(USUAL.whole(), resumed, told=USUAL.whole()[1].told[:4] + resumed[1].told)
+    check_equal(USUAL.whole(), resumed, reported=USUAL.whole()[1].reported[:4] + resumed[1].reported)
 
 
 def test_what_is_cut_off_in_the_midst_of_a_pause_is_not_saved(directory):
@@ -152,7 +152,7 @@ def test_a_second_signal_while_the_last_save_is_made_changes_nothing(directory, 
     assert calls
     monkeypatch.setattr(os, "fsync", fsync)
     resumed = go(directory, resume="auto", **slot.given(directory))
-    check_equal(slot.whole(), resumed, told=ended[1].told + resumed[1].told)
+    check_equal(slot.whole(), resumed, reported=ended[1].reported + resumed[1].reported)
 
 
 # A process of its own.

@@ -1,4 +1,4 @@
-"""A run that was told to stop, and was ended by a signal before it could."""
+"""A run that was asked to stop, and was ended by a signal before it could."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from trainwright import Checkpoint, Stopped, Trainer
 
 
 @pytest.mark.parametrize("n", [5, 8])  # inside an epoch, and at its end
-def test_a_run_that_was_told_to_stop_stops_where_a_signal_came_before_it_could(n, tmp_path):
+def test_a_run_that_was_asked_to_stop_stops_where_a_signal_came_before_it_could(n, tmp_path):
     class Stops(Trainer):
         cut = False
 

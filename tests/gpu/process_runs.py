@@ -113,8 +113,8 @@ def check_sums(device: torch.device) -> None:
     parameters = list(blocks().to(device).parameters())
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 0.5)
-    told = GradientBuckets(parameters, world, bucket_mb=1.0).average(torch.tensor([2.0, 1.0], device=device))
-    assert torch.as_tensor(told).tolist() == [2.0, 1.0]
+    reported = GradientBuckets(parameters, world, bucket_mb=1.0).average(torch.tensor([2.0, 1.0], device=device))
+    assert torch.as_tensor(reported).tolist() == [2.0, 1.0]
     assert all((one.grad == 0.5).all() for one in parameters)
 
 

@@ -148,12 +148,12 @@ def native(device: torch.device) -> bool:
 
 @pytest.mark.usefixtures("deterministic")
 def test_auto_is_bf16_where_the_device_computes_it(device: torch.device) -> None:
-    auto, told = (
+    auto, reported = (
         trained(CASE, device, precision="auto"),
         trained(CASE, device, precision="bf16" if native(device) else None),
     )
     assert str(auto.precision) == ("bf16" if native(device) else "None")
-    assert same(state_of(auto), state_of(told))
+    assert same(state_of(auto), state_of(reported))
 
 
 def products(device: torch.device, precision: str | None) -> tuple[Any, str]:
@@ -279,7 +279,7 @@ def test_what_is_saved_is_copied_to_pinned_memory(device: torch.device) -> None:
 # The meter.
 
 
-class Told(Observer):
+class Reported(Observer):
     def __init__(self) -> None:
         self.speeds: list[Any] = []
 
@@ -295,7 +295,7 @@ def wide(width: int, depth: int) -> Any:
 
 def measured(device: torch.device, *, width: int, size: int, updates: int, depth: int = 4) -> tuple[list[Any], float]:
     """What a meter tells of a run, and the seconds that the device took for it by events of its own."""
-    told, timing = Told(), device.type == "cuda"
+    reported, timing = Reported(), device.type == "cuda"
     x = torch.randn(size, width, device=device)
     data = [(x, x)] * updates
     trainer = make(
@@ -303,7 +303,7 @@ def measured(device: torch.device, *, width: int, size: int, updates: int, depth
         device,
         build=wide(width, depth),
         loss=nn.MSELoss(),
-        observers=[Throughput(every=Updates(updates // 2)), told],
+        observers=[Throughput(every=Updates(updates // 2)), reported],
     )
     ends = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if timing else []
     for end in ends[:1]:
@@ -312,7 +312,7 @@ def measured(device: torch.device, *, width: int, size: int, updates: int, depth
     for end in ends[1:]:
         end.record()
         end.synchronize()
-    return told.speeds, ends[0].elapsed_time(ends[1]) / 1000 if timing else 0.0
+    return reported.speeds, ends[0].elapsed_time(ends[1]) / 1000 if timing else 0.0
 
 
 def test_the_meter_tells_what_large_products_reach(device: torch.device) -> None:

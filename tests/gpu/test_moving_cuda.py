@@ -1,6 +1,6 @@
 """Batches on their way to a real GPU: the same numbers, no wait of the host, no allocation, copies beside kernels.
 
-tests/acceleration/test_moving.py tests the order of things on streams that are told on the CPU.
+tests/acceleration/test_moving.py tests the order of things on streams that are reported on the CPU.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A model over two GPUs: never moved, trained as on one, each tensor of a checkpoint back on its own device.
 
-tests/core/test_several_devices_cpu.py tests the same on devices that are told on the CPU. Here are the copies
+tests/core/test_several_devices_cpu.py tests the same on devices emulated on the CPU. Here are the copies
 between devices, CUDA's kernels, the random states of both, and the memory that a checkpoint is loaded into.
 """
 

@@ -108,21 +108,21 @@ def the_closure_is_called_once(patch):
     patch.setattr(manual_optimization, "step_by_closure", once)
 
 
-def the_norm_of_the_last_trial_is_told(patch):
+def the_norm_of_the_last_trial_is_reported(patch):
     limit = OptimizerStep.measure_and_clip
 
     def limited(self):
         limit(self)
         self.norm = float(self.norm)
-        told.append(self.norm)
+        reported.append(self.norm)
 
-    told = []
+    reported = []
     patch.setattr(OptimizerStep, "measure_and_clip", limited)
     around(
         patch,
         Run,
         "finish_update",
-        before=lambda self, *_: setattr(self.optimizer_steps.all.steps[0], "norm", told[-1]),
+        before=lambda self, *_: setattr(self.optimizer_steps.all.steps[0], "norm", reported[-1]),
     )
 
 
@@ -199,7 +199,7 @@ def each_optimizer_gets_the_clip_of_the_other(patch):
     around(patch, OptimizerSteps, "__init__", after=swapped)
 
 
-def the_norm_is_told_after_clipping(patch):
+def the_norm_is_reported_after_clipping(patch):
     def measure_and_clip(self):
         if self.clip is not None:
             self.clip(self.gradients.parameters)
@@ -209,8 +209,8 @@ def the_norm_is_told_after_clipping(patch):
 
 
 def losses_of_several_steps_are_added_up(patch):
-    def note(self, name, told):
-        self.unread.append((name, sum(value for value, _, _ in told), told[0][1], False))
+    def note(self, name, reported):
+        self.unread.append((name, sum(value for value, _, _ in reported), reported[0][1], False))
 
     patch.setattr(LossTracker, "record_losses", note)
 
@@ -218,11 +218,13 @@ def losses_of_several_steps_are_added_up(patch):
 def minimized_losses_count_windows(patch):
     whole = LossTracker.record_losses
     patch.setattr(
-        LossTracker, "record_losses", lambda self, name, told: whole(self, name, [(one[0], 1, False) for one in told])
+        LossTracker,
+        "record_losses",
+        lambda self, name, reported: whole(self, name, [(one[0], 1, False) for one in reported]),
     )
 
 
-def named_losses_are_told_as_their_sum(patch):
+def named_losses_are_reported_as_their_sum(patch):
     whole = LossTracker._add
 
     def add(self, step_loss):

@@ -168,7 +168,7 @@ class GAN(Trainer):
 
 def gan_by_hand(model, optimizers, data, *, clip=None, schedules=(), scaler=None):
     """The GAN as a plain loop over whole batches; returns (loss_D, loss_G, norm_D) of each."""
-    told = []
+    reported = []
     for real in data:
         fake = model.G(noise(real))
         seen = {}
@@ -184,8 +184,8 @@ def gan_by_hand(model, optimizers, data, *, clip=None, schedules=(), scaler=None
             scaler.update()
         for schedule in schedules:
             schedule.step()
-        told.append(seen)
-    return told
+        reported.append(seen)
+    return reported
 
 
 def joined_rows(data, k):

@@ -34,7 +34,7 @@ class Noisy(Dataset):
 
 
 class Dealt:
-    """Batches of an order that depends on a generator and on the epoch that it is told."""
+    """Batches of an order that depends on a generator and on the epoch that it is set to."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(9)

@@ -74,12 +74,12 @@ def check(*cells: Cell, fault: Fault | None = None, interpreter: bool = False) -
 
 
 def compared(cell: Cell, whole: Path, cut: Path, fault: Fault | None, interpreter: bool) -> tuple[str, list[str]]:
-    """The checkpoint that the run went on from, as `told`, and what differs."""
+    """The checkpoint that the run went on from, as `reported`, and what differs."""
     try:
         interrupt, place = planned(cell, whole)
         expected = {"kill": -signal.SIGKILL, "error": ERROR}.get(cell["interrupt"], 128 + interrupt.signal)
         run(cell, cut, fault=fault, interrupt=interrupt, expected=expected)
-        if (last := last_told(cut / "checkpoints")) != place:
+        if (last := last_reported(cut / "checkpoints")) != place:
             raise WrongError(f"the last checkpoint should be {place}, and is {last}: {interrupt}")
         killed = Trace(cut)
         run(cell, cut, fault=fault, resume="auto", interpreter=interpreter)
@@ -93,7 +93,7 @@ class WrongError(Exception):
 
 
 def planned(cell: Cell, whole: Path) -> tuple[Interrupt, str]:
-    """Where to interrupt the cell so that it goes on from its `place`, and what `told` says of that checkpoint."""
+    """Where to interrupt the cell so that it goes on from its `place`, and what `reported` says of that checkpoint."""
     saves = [json.loads(line) for line in (whole / "saves.jsonl").read_text().splitlines()]
     fitting = [one for one in saves[:-1] if one["place"] == cell["place"]]
     if not fitting:
@@ -103,12 +103,12 @@ def planned(cell: Cell, whole: Path) -> tuple[Interrupt, str]:
     micro = drawn(cell, "micro", min(cell["accumulate"], BATCHES - at["batch"]))
     if cell["interrupt"] == "kill":
         tries += (later := drawn(cell, "later", max(1, following - tries)))
-        return Interrupt("kill", tries, 0 if later else micro, saved=at["name"], skipped=at["skipped"]), told(at)
+        return Interrupt("kill", tries, 0 if later else micro, saved=at["name"], skipped=at["skipped"]), reported(at)
     number = SIGNALS[drawn(cell, "signal", len(SIGNALS))]
     if cell["interrupt"] == "signal in an update":
-        return Interrupt("signal in an update", tries - 1, 0, signal=number), told(at)
+        return Interrupt("signal in an update", tries - 1, 0, signal=number), reported(at)
     batch = at["epoch"] * BATCHES + at["batch"] + micro
-    return Interrupt(cell["interrupt"], tries, micro, batch=batch, signal=number), told(at)
+    return Interrupt(cell["interrupt"], tries, micro, batch=batch, signal=number), reported(at)
 
 
 def differences(whole: Path, phases: Sequence[Trace], cut: Path) -> list[str]:
@@ -251,16 +251,16 @@ def _waited(child: int) -> int:
     raise WrongError(f"a run was still not over after {LIMIT} seconds")
 
 
-def told(at: dict[str, Any]) -> str:
+def reported(at: dict[str, Any]) -> str:
     """A checkpoint's name, and the place in the run that it holds: before or after the pause of an epoch's end."""
     epoch, batch = divmod(at["epoch"] * BATCHES + at["batch"], BATCHES)
     return f"{at['name']}, {at['skipped']} skipped, at batch {batch} of epoch {epoch}"
 
 
-def last_told(directory: Path) -> str:
-    """What `told` says of the last checkpoint of a run."""
+def last_reported(directory: Path) -> str:
+    """What `reported` says of the last checkpoint of a run."""
     path = latest_checkpoint(directory)
-    return "nothing" if path is None else told({"name": path.name, **load_tree(path)["progress"]["counters"]})
+    return "nothing" if path is None else reported({"name": path.name, **load_tree(path)["progress"]["counters"]})
 
 
 def _start(reference: Trace, phase: Trace) -> int:
@@ -297,7 +297,7 @@ def _outcome(directory: Path) -> dict[str, Any]:
 def _numbers(directory: Path, *, anew: int = 0) -> list[dict[str, Any]]:
     """The updates, validations and epochs of a journal, without what a session measures of itself.
 
-    A run that was killed before it had saved anything begins anew, below what the one before has told: where that was
+    A run that was killed before it had saved anything begins anew, below what the one before reported: where that was
     so `anew` times, what stands above the last such beginning is left out.
     """
     numbers: list[dict[str, Any]] = []

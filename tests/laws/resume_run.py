@@ -1,4 +1,4 @@
-"""One run of the law Resume: built from a cell, traced update by update, interrupted where it is told, or resumed."""
+"""One run of the law Resume: built from a cell, traced update by update, interrupted at a given place, or resumed."""
 
 from __future__ import annotations
 
@@ -99,11 +99,11 @@ def train(cell: Cell, directory: Path, *, interrupt: Interrupt | None = None, re
         sys.exit(ERROR)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    told = {name: value for name, value in asdict(result).items() if name not in ("seconds", "blocked")}
-    told["best"]["path"] = told["best"]["path"].name
+    reported = {name: value for name, value in asdict(result).items() if name not in ("seconds", "blocked")}
+    reported["best"]["path"] = reported["best"]["path"].name
     outcome = {
         "random state": random_digests(),
-        "result": told,
+        "result": reported,
         "model": dict(model.state_dict()),
         "modes": [module.training for module in model.modules()],
         "optimizer": trainer.optimizer.state_dict(),

@@ -69,7 +69,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "logged numbers are global": (
             "laws/test_world_updates.py::test_named_losses_logged_numbers_and_scores_are_over_the_rows_of_all_processes",
-            f"{WORLD}::the_first_ones_numbers_are_told",
+            f"{WORLD}::the_first_ones_numbers_are_reported",
         ),
     },
     "Resume": {
@@ -131,7 +131,7 @@ CLAUSES: dict[str, dict[str, tuple[str, str]]] = {
         ),
         "the logged rate is the used one": (
             "laws/test_numbers.py::test_the_learning_rate_of_a_row_is_the_one_its_last_update_used",
-            f"{NUMBERS}::the_rate_that_is_told_is_the_next_one",
+            f"{NUMBERS}::the_rate_that_is_reported_is_the_next_one",
         ),
     },
     "Numbers": {

@@ -57,11 +57,11 @@ def check_gan(k=1, *, precision=None):
     assert result.updates == len(updates) == made.progress.updates == len(groups)
     assert [[update.values["lr_G"], update.values["lr_D"]] for update in updates] == rates
     assert [list(update.lrs) for update in updates] == rates
-    assert [update.values["loss_D"] for update in updates] == [told["D"] for told in by_hand]
-    assert [update.values["loss_G"] for update in updates] == [told["G"] for told in by_hand]
-    assert [update.values["grad_norm_D"] for update in updates] == [told["norm"] for told in by_hand]
+    assert [update.values["loss_D"] for update in updates] == [reported["D"] for reported in by_hand]
+    assert [update.values["loss_G"] for update in updates] == [reported["G"] for reported in by_hand]
+    assert [update.values["grad_norm_D"] for update in updates] == [reported["norm"] for reported in by_hand]
     assert all("grad_norm_G" not in update.values for update in updates)
-    assert any(told["norm"] > 0.3 for told in by_hand)
+    assert any(reported["norm"] > 0.3 for reported in by_hand)
 
 
 class Wasserstein(Trainer):
@@ -89,7 +89,7 @@ def check_wasserstein(k=1, precision=None):
     data = points()
     torch.manual_seed(3)
     model, optimizers = theirs
-    told = []
+    reported = []
     for real in joined_rows(data, k) * 3:
         critic = []
         for _ in range(5):
@@ -102,13 +102,15 @@ def check_wasserstein(k=1, precision=None):
         loss = -model.D(model.G(noise(real))).mean()
         loss.backward()
         optimizers["G"].step()
-        told.append((sum(critic) / 5, loss.item()))
+        reported.append((sum(critic) / 5, loss.item()))
     torch.manual_seed(3)
     _, result, updates = run(Wasserstein, ours, data, epochs=3, accumulate=k, precision=precision)
     assert_pairs(ours, theirs)
-    assert result.updates == len(updates) == len(told)
-    assert [update.values["loss_D"] for update in updates] == pytest.approx([critic for critic, _ in told], rel=1e-14)
-    assert [update.values["loss_G"] for update in updates] == [loss for _, loss in told]
+    assert result.updates == len(updates) == len(reported)
+    assert [update.values["loss_D"] for update in updates] == pytest.approx(
+        [critic for critic, _ in reported], rel=1e-14
+    )
+    assert [update.values["loss_G"] for update in updates] == [loss for _, loss in reported]
 
 
 def shared(dtype=torch.float64):
@@ -188,25 +190,25 @@ def sizes(output, target):
 
 
 def check_named(k=3):
-    """Named losses in an update of one's own: their sum is trained by shares, each is told as its exact mean."""
+    """Named losses in an update of one's own: their sum is trained by shares, each is reported as its exact mean."""
     theirs, ours = shared()
     data = draw(replace(UNEVEN, k=k), "classes")
     groups = [joined(data[i : i + k], ()) for i in range(0, len(data), k)]
-    told, losses = [], []
+    reported, losses = [], []
 
     def loss_of(output, y):
-        told.append((masked(output, y).item(), sizes(output, y).item()))
+        reported.append((masked(output, y).item(), sizes(output, y).item()))
         return masked(output, y) + sizes(output, y)
 
     losses, _ = shared_by_hand(*theirs, loss_of, groups * EPOCHS)
     _, result, updates = run(Named, ours, data, epochs=EPOCHS, accumulate=k)
     assert distance(ours[0], theirs[0]) <= 1e-12
     assert [update.loss for update in updates] == pytest.approx(losses, rel=1e-12)
-    assert [update.values["fit"] for update in updates] == pytest.approx([fit for fit, _ in told], rel=1e-12)
-    assert [update.values["size"] for update in updates] == pytest.approx([size for _, size in told], rel=1e-12)
+    assert [update.values["fit"] for update in updates] == pytest.approx([fit for fit, _ in reported], rel=1e-12)
+    assert [update.values["size"] for update in updates] == pytest.approx([size for _, size in reported], rel=1e-12)
     counts = [valid(y) for _, y in groups]
     for name, at in (("fit", 0), ("size", 1)):
-        mean = sum(one[at] * n for one, n in zip(told[: len(groups)], counts, strict=True)) / sum(counts)
+        mean = sum(one[at] * n for one, n in zip(reported[: len(groups)], counts, strict=True)) / sum(counts)
         assert result.history[0][name] == pytest.approx(mean, rel=1e-12)
 
 
@@ -228,8 +230,8 @@ def test_a_gan_is_its_plain_loop_with_schedules_and_a_clip_of_its_own(k, precisi
     check_gan(k, precision=precision)
 
 
-def test_the_losses_of_each_optimizer_are_told_as_means_over_all_rows(k=3):
-    """The epoch's losses of each optimizer are means over all rows; `loss` is their sum; rates are told by name."""
+def test_the_losses_of_each_optimizer_are_reported_as_means_over_all_rows(k=3):
+    """The epoch's losses of each optimizer are means over all rows; `loss` is their sum; rates are reported by name."""
     theirs, ours = pairs()
     data = points()
     torch.manual_seed(3)
@@ -238,7 +240,8 @@ def test_the_losses_of_each_optimizer_are_told_as_means_over_all_rows(k=3):
     _, result, _ = run(GAN, ours, data, accumulate=k)
     rows = [len(group) for group in joined_rows(data, k)]
     means = {
-        name: sum(told[name] * n for told, n in zip(by_hand, rows, strict=True)) / sum(rows) for name in ("D", "G")
+        name: sum(reported[name] * n for reported, n in zip(by_hand, rows, strict=True)) / sum(rows)
+        for name in ("D", "G")
     }
     (row,) = result.history
     assert row["loss_D"] == pytest.approx(means["D"], rel=1e-14)
@@ -261,7 +264,7 @@ def test_two_optimizers_of_one_loss_are_the_plain_loops_two_steps(trainer, k, pr
 
 
 @pytest.mark.parametrize("k", [1, 3])
-def test_named_losses_in_an_update_of_ones_own_are_weighed_and_told_exactly(k):
+def test_named_losses_in_an_update_of_ones_own_are_weighed_and_reported_exactly(k):
     check_named(k)
 
 

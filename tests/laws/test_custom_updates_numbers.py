@@ -42,7 +42,7 @@ def check_numbers(k=3):
     data = classes()
     _, result, updates = run(Measured, ours, data, accumulate=k, metrics={"accuracy": accuracy})
     model, optimizer = theirs
-    told = []
+    reported = []
     for start in range(0, len(data), k):
         x, y = (torch.cat(parts) for parts in zip(*data[start : start + k], strict=True))
         output = model(x)
@@ -51,17 +51,17 @@ def check_numbers(k=3):
         loss.backward()
         optimizer.step()
         hits, size = float((output.argmax(1) == y).sum()), output.detach().abs().mean().item()
-        told.append({"n": len(y), "loss": loss.item(), "hits": hits, "size": size, "gap": float(y.sum())})
-    rows = sum(one["n"] for one in told)
+        reported.append({"n": len(y), "loss": loss.item(), "hits": hits, "size": size, "gap": float(y.sum())})
+    rows = sum(one["n"] for one in reported)
     (row,) = result.history
-    assert row.get("accuracy") == sum(one["hits"] for one in told) / rows
+    assert row.get("accuracy") == sum(one["hits"] for one in reported) / rows
     for name in ("loss", "size", "gap"):
-        assert row.get(name) == pytest.approx(sum(one[name] * one["n"] for one in told) / rows, rel=1e-14)
-        assert [update.values.get(name, update.loss) for update in updates] == [one[name] for one in told]
-    assert row["before"] == pytest.approx(sum(one["n"] ** 2 for one in told) / rows, rel=1e-14)
+        assert row.get(name) == pytest.approx(sum(one[name] * one["n"] for one in reported) / rows, rel=1e-14)
+        assert [update.values.get(name, update.loss) for update in updates] == [one[name] for one in reported]
+    assert row["before"] == pytest.approx(sum(one["n"] ** 2 for one in reported) / rows, rel=1e-14)
 
 
-def check_counts(wrap, told_of):
+def check_counts(wrap, reported_of):
     """A minimized loss that tells its own count is weighed by it in the epoch's mean, by rows where it tells none."""
 
     class Own(Trainer):
@@ -77,7 +77,7 @@ def check_counts(wrap, told_of):
     total = counted = 0.0
     with torch.no_grad():
         for n, (x, y) in enumerate(data, 1):
-            value, count = told_of(model(x), y, n)
+            value, count = reported_of(model(x), y, n)
             total, counted = total + value.item(), counted + count
     assert result.history[0]["loss_all"] == pytest.approx(total / counted, rel=1e-14)
     assert result.history[0]["loss"] == result.history[0]["loss_all"]
@@ -113,7 +113,7 @@ class Unfed(Trainer):
 def check_after_update(precision=None):
     """`after_update` sees the weights after the step, and the gradients that moved them: unscaled and clipped."""
     theirs, ours = shared()
-    seen, told = [], []
+    seen, reported = [], []
 
     class Own(Trainer):
         def update(self, window):
@@ -131,9 +131,9 @@ def check_after_update(precision=None):
     _, _, updates = run(Own, ours, numbers(), **settings)
     for batch in numbers():
         shared_by_hand(*theirs, F.mse_loss, [batch], clip=0.1)
-        told.append([[p.grad.clone(), p.detach().clone()] for p in theirs[0].parameters()])
-    assert_equal(seen, told)
-    assert [update.values["first"] for update in updates] == [one[0][1].flatten()[0].item() for one in told]
+        reported.append([[p.grad.clone(), p.detach().clone()] for p in theirs[0].parameters()])
+    assert_equal(seen, reported)
+    assert [update.values["first"] for update in updates] == [one[0][1].flatten()[0].item() for one in reported]
 
 
 class Wants(Observer):
@@ -158,7 +158,7 @@ def test_metrics_and_numbers_of_an_update_are_exact_means(k):
 
 
 @pytest.mark.parametrize("form", COUNTS)
-def test_a_minimized_loss_is_told_by_its_own_count(form):
+def test_a_minimized_loss_is_reported_by_its_own_count(form):
     check_counts(*COUNTS[form])
 
 
@@ -206,8 +206,8 @@ def test_metrics_that_no_update_feeds_are_refused():
         run(Unfed, ours, classes(), metrics={"accuracy": accuracy})
 
 
-def test_a_number_logged_before_each_of_several_steps_is_told_as_their_mean():
-    """A number logged before each of several steps of one update is told as the mean of all, not as the last."""
+def test_a_number_logged_before_each_of_several_steps_is_reported_as_their_mean():
+    """A number logged before each of several steps of one update is reported as the mean of all, not as the last."""
 
     class Own(GAN):
         def update(self, window):
@@ -226,11 +226,11 @@ def test_after_update_sees_the_gradients_that_moved_the_weights(precision):
     check_after_update(precision)
 
 
-def test_norms_are_told_of_each_optimizer_where_an_observer_wants_them():
+def test_norms_are_reported_of_each_optimizer_where_an_observer_wants_them():
     """An observer that wants norms gets that of each named optimizer, where nothing is clipped."""
     theirs, ours = pairs()
     torch.manual_seed(3)
-    told = gan_by_hand(*theirs, points(), clip=1e9)
+    reported = gan_by_hand(*theirs, points(), clip=1e9)
     torch.manual_seed(3)
     seen = []
 
@@ -240,4 +240,4 @@ def test_norms_are_told_of_each_optimizer_where_an_observer_wants_them():
             assert update.grad_norm == update.values.get("grad_norm_G")
 
     GAN(*ours, console=False, observers=[Norms()]).fit(points(), epochs=1)
-    assert seen == [one["norm"] for one in told]
+    assert seen == [one["norm"] for one in reported]

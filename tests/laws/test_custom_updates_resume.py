@@ -41,14 +41,14 @@ def resumes(trainer, make, data, directory, **settings):
         return made, made.fit(data, epochs=3, resume="auto")
 
     slots = {name: value for name, value in settings.items() if name != "loss"}
-    whole, told = fit(trainer, "whole")
+    whole, reported = fit(trainer, "whole")
     with pytest.raises(KilledError):
         fit(Killed, "killed")
     resumed, again = fit(trainer, "killed")
     assert_equal(dict(resumed.model.state_dict()), dict(whole.model.state_dict()))
     for name, optimizer in whole.optimizers.items():
         assert_equal(resumed.optimizers[name].state_dict(), optimizer.state_dict(), name)
-    assert again.history == told.history and again.updates == told.updates == 21
+    assert again.history == reported.history and again.updates == reported.updates == 21
 
 
 class Cast(Trainer):

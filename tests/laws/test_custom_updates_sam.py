@@ -147,7 +147,7 @@ def test_lbfgs_over_uneven_micro_batches_is_lbfgs_over_all_rows(search="strong_w
 
 
 def test_the_norm_of_a_closures_update_is_its_first():
-    """The norm that is told of a closure's update is that of its first gradient, before clipping."""
+    """The norm that is reported of a closure's update is that of its first gradient, before clipping."""
     theirs, ours = closed_twins()
     data, norms = drawn(), []
     _, _, updates = run(Closed, ours, data, loss=nn.CrossEntropyLoss(), clip=0.2)

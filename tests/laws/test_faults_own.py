@@ -15,7 +15,7 @@ from trainwright import SettingError, StepError, Trainer
 from . import faults, faults_own
 from . import test_custom_updates as own
 from . import test_custom_updates_gan as gan
-from . import test_custom_updates_numbers as told
+from . import test_custom_updates_numbers as reported
 from . import test_custom_updates_resume as resume
 from . import test_custom_updates_sam as sam
 from .own_updates import Closed, Scaled, Sharp, closed_by_hand, sharp_by_hand
@@ -26,7 +26,7 @@ SHARP_BAD = partial(sam.test_a_bad_window_leaves_the_weights_before_it, Sharp, s
 CLOSED_BAD = partial(sam.test_a_bad_window_leaves_the_weights_before_it, Closed, closed_by_hand, sam.closed_twins)
 SCALE = own.test_the_scale_adapts_once_per_update_and_an_overflow_holds_back_its_own_step
 HALF_WRITTEN = own.test_a_hand_written_backward_beside_minimize_is_refused_under_a_loss_scale
-LOGGED_BETWEEN = told.test_a_number_logged_before_each_of_several_steps_is_told_as_their_mean
+LOGGED_BETWEEN = reported.test_a_number_logged_before_each_of_several_steps_is_reported_as_their_mean
 BF16 = partial(sam.check_sharp, precision="bf16", dtype=torch.float32)
 
 SEEN_BY = {
@@ -65,7 +65,7 @@ SEEN_BY = {
             sam.test_the_clock_advances_once_per_update_however_often_gradients_are_computed, Closed, sam.closed_twins
         ),
     ),
-    faults_own.the_norm_of_the_last_trial_is_told: sam.test_the_norm_of_a_closures_update_is_its_first,
+    faults_own.the_norm_of_the_last_trial_is_reported: sam.test_the_norm_of_a_closures_update_is_its_first,
     faults_own.trials_are_never_judged: partial(sam.test_a_step_to_weights_that_are_not_finite_is_undone, "skip"),
     faults.applies_an_overflow: (
         partial(SHARP_BAD, "skip"),
@@ -90,20 +90,20 @@ SEEN_BY = {
     faults.gradients_are_never_zeroed: (
         gan.check_gan,
         gan.check_wasserstein,
-        gan.test_the_losses_of_each_optimizer_are_told_as_means_over_all_rows,
+        gan.test_the_losses_of_each_optimizer_are_reported_as_means_over_all_rows,
     ),
     faults_own.minimize_applies_to_all: (gan.check_gan, gan.check_wasserstein),
     faults_own.a_name_is_ignored: partial(gan.check_shared, gan.Each),
     faults_own.each_step_counts_as_an_update: gan.check_gan,
     faults_own.only_the_first_schedule_is_applied: gan.check_gan,
     faults_own.each_optimizer_gets_the_clip_of_the_other: (gan.check_gan, partial(gan.check_shared, Trainer)),
-    faults_own.the_norm_is_told_after_clipping: (gan.check_gan, partial(gan.check_shared, gan.Each)),
+    faults_own.the_norm_is_reported_after_clipping: (gan.check_gan, partial(gan.check_shared, gan.Each)),
     faults_own.losses_of_several_steps_are_added_up: gan.check_wasserstein,
     faults_own.minimized_losses_count_windows: (
-        gan.test_the_losses_of_each_optimizer_are_told_as_means_over_all_rows,
-        partial(told.check_counts, *told.COUNTS["a sum"]),
+        gan.test_the_losses_of_each_optimizer_are_reported_as_means_over_all_rows,
+        partial(reported.check_counts, *reported.COUNTS["a sum"]),
     ),
-    faults_own.named_losses_are_told_as_their_sum: gan.check_named,
+    faults_own.named_losses_are_reported_as_their_sum: gan.check_named,
     faults_own.one_that_is_held_back_holds_back_all: (
         SCALE,
         partial(gan.test_an_optimizer_with_a_bad_loss_is_held_back_alone, "D"),
@@ -129,17 +129,17 @@ SEEN_BY = {
         own.test_a_step_by_hand_beside_one_that_is_held_back_is_an_update,
     ),
     faults_own.a_step_that_is_called_weighs_by_the_window: partial(
-        told.test_a_step_that_an_update_calls_gives_the_plain_mean_of_its_batch, told.EachBatch
+        reported.test_a_step_that_an_update_calls_gives_the_plain_mean_of_its_batch, reported.EachBatch
     ),
-    faults_own.unfed_metrics_are_left_out: told.test_metrics_that_no_update_feeds_are_refused,
-    faults_own.a_metric_is_weighed_by_the_window: told.test_a_metric_is_weighed_by_the_rows_of_what_was_minimized,
-    faults_own.metrics_are_not_fed: told.check_numbers,
-    faults_own.logged_numbers_count_windows: told.check_numbers,
-    faults_own.returned_numbers_are_dropped: told.check_numbers,
+    faults_own.unfed_metrics_are_left_out: reported.test_metrics_that_no_update_feeds_are_refused,
+    faults_own.a_metric_is_weighed_by_the_window: reported.test_a_metric_is_weighed_by_the_rows_of_what_was_minimized,
+    faults_own.metrics_are_not_fed: reported.check_numbers,
+    faults_own.logged_numbers_count_windows: reported.check_numbers,
+    faults_own.returned_numbers_are_dropped: reported.check_numbers,
     faults_own.the_last_number_of_an_update_stands_for_all: LOGGED_BETWEEN,
-    faults_own.gradients_are_zeroed_after_the_step: told.check_after_update,
-    faults_own.after_update_runs_before_the_step: told.check_after_update,
-    faults_own.no_norm_is_measured: told.test_norms_are_told_of_each_optimizer_where_an_observer_wants_them,
+    faults_own.gradients_are_zeroed_after_the_step: reported.check_after_update,
+    faults_own.after_update_runs_before_the_step: reported.check_after_update,
+    faults_own.no_norm_is_measured: reported.test_norms_are_reported_of_each_optimizer_where_an_observer_wants_them,
 }
 
 

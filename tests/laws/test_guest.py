@@ -46,7 +46,7 @@ from .guest_cases import (
 
 
 class Ends(Trainer):
-    """Ends as it is told, in the third update."""
+    """Ends as it was asked to, in the third update."""
 
     how = ""
 

@@ -84,7 +84,7 @@ class Asks(Draws):
 
 
 class Watches(Observer):
-    """Looks at everything it is told, and draws nothing."""
+    """Looks at everything that is reported to it, and draws nothing."""
 
     def __init__(self):
         self.seen = []

@@ -232,7 +232,7 @@ def the_total_forgets_short_windows(patch):
 @fault(
     schedule.test_the_rates_of_a_run_are_those_of_torchs_scheduler_in_a_plain_loop, "cosine, warmup", "two", "drop last"
 )
-def the_rate_that_is_told_is_the_next_one(patch):
+def the_rate_that_is_reported_is_the_next_one(patch):
     whole = UpdateReporter.report
 
     def late(self, window, *, skipped):

@@ -130,7 +130,7 @@ def test_a_step_may_write_into_a_batch_while_another_ones_graph_is_kept(order):
     assert torch.equal(kept, X)
 
 
-class Told(TensorDataset):
+class Reported(TensorDataset):
     pass
 
 
@@ -141,7 +141,7 @@ class Doubled(DataLoader):
 @pytest.mark.parametrize(
     "loader",
     [
-        lambda: DataLoader(Told(X, Y), batch_size=8),
+        lambda: DataLoader(Reported(X, Y), batch_size=8),
         lambda: Doubled(DATA, batch_size=8),
         lambda: DataLoader(DATA, batch_size=8, collate_fn=partial(torch.utils.data.default_collate)),
         lambda: DataLoader(DATA, batch_size=None),

@@ -32,14 +32,14 @@ SLOTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 def test_a_deferred_check_is_an_immediate_one(optimizer: str, slots: str, monkeypatch: pytest.MonkeyPatch) -> None:
     norm = slots in ("windows", "nothing")
-    at_once, told, _ = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
+    at_once, reported, _ = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
     defer_on_cpu(monkeypatch)
-    late, told_late, error = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
+    late, reported_late, error = trained(data(), model=net(norm=norm), optimizer=optimizer, **SLOTS[slots])
     assert error is None
     agree(state(at_once), state(late), slots)
     agree(at_once.history, late.history, slots)
-    agree(told.records, told_late.records, slots)
-    assert told.at == [record.update for record in told.records]
+    agree(reported.records, reported_late.records, slots)
+    assert reported.at == [record.update for record in reported.records]
 
 
 HELD_BACK: dict[str, dict[str, Any]] = {
@@ -67,23 +67,23 @@ def test_what_the_device_leaves_out_the_host_leaves_out(
     bad = bad if slots.get("on_nonfinite") == "skip" else None
 
     def run() -> Any:
-        trainer, told, error = trained(data() if bad is None else poisoned(bad), optimizer=optimizer, **slots)
+        trainer, reported, error = trained(data() if bad is None else poisoned(bad), optimizer=optimizer, **slots)
         assert error is None
-        return trainer, told
+        return trainer, reported
 
-    at_once, told = run()
+    at_once, reported = run()
     defer_on_cpu(monkeypatch)
-    late, told_late = run()
+    late, reported_late = run()
     assert at_once.result is not None
     assert late.result is not None
     assert (at_once.result.updates, at_once.result.skipped) == (late.result.updates, late.result.skipped)
     assert at_once.result.updates
     assert at_once.result.skipped or (bad is None and "fp16" not in parts)
-    assert [record.update for record in told.records] == [record.update for record in told_late.records]
-    assert [record.skipped for record in told.records] == [record.skipped for record in told_late.records]
-    assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
-    scales = [record.loss_scale for record in told.records]
-    assert scales == [record.loss_scale for record in told_late.records]
+    assert [record.update for record in reported.records] == [record.update for record in reported_late.records]
+    assert [record.skipped for record in reported.records] == [record.skipped for record in reported_late.records]
+    assert [record.lrs for record in reported.records] == [record.lrs for record in reported_late.records]
+    scales = [record.loss_scale for record in reported.records]
+    assert scales == [record.loss_scale for record in reported_late.records]
     assert (None in scales) == ("fp16" not in parts)
     close(masked(state(at_once)), masked(state(late)))
     for name in ("loss", "lr", "update", "epoch"):
@@ -96,11 +96,11 @@ def test_a_table_of_rates_is_sent_anew_where_it_ends(rows: int, monkeypatch: pyt
     monkeypatch.setattr(deferred_check, "ROWS", rows)
     schedule = StepLR(Updates(3), gamma=0.8)
     batches = poisoned(2) * 4
-    at_once, told, _ = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
+    at_once, reported, _ = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
     defer_on_cpu(monkeypatch)
-    late, told_late, error = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
+    late, reported_late, error = trained(batches, on_nonfinite="skip", schedule=schedule, epochs=2)
     assert error is None
-    assert [record.lrs for record in told.records] == [record.lrs for record in told_late.records]
+    assert [record.lrs for record in reported.records] == [record.lrs for record in reported_late.records]
     close(masked(state(at_once)), masked(state(late)))
 
 
@@ -143,32 +143,32 @@ def close(a: Any, b: Any) -> None:
 
 def test_the_end_is_reached_exactly_whatever_was_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     defer_on_cpu(monkeypatch)
-    told = Watches()
+    reported = Watches()
     model = net()
     trainer = Trainer(
         model,
         torch.optim.AdamW(model.parameters(), lr=0.01, fused=True),
         nn.CrossEntropyLoss(),
         console=False,
-        observers=[told],
+        observers=[reported],
         precision=MixedPrecision("fp16", init_scale=2.0**20),
         schedule=StepLR(Updates(3), gamma=0.5),
     )
-    told.trainer = trainer
+    reported.trainer = trainer
     result = trainer.fit(data(), max_updates=10, validate=Updates(4))
     assert result.updates == 10
     assert result.skipped > 0
-    assert [record.update for record in told.records if not record.skipped] == list(range(1, 11))
-    assert [record.lr for record in told.records if not record.skipped] == pytest.approx(
+    assert [record.update for record in reported.records if not record.skipped] == list(range(1, 11))
+    assert [record.lr for record in reported.records if not record.skipped] == pytest.approx(
         [0.01 * 0.5 ** (update // 3) for update in range(10)]
     )
 
 
 def test_a_record_arrives_three_updates_later_and_all_arrive_before_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
     defer_on_cpu(monkeypatch)
-    _, told, _ = trained(data(), epochs=2)
-    assert [record.update for record in told.records] == list(range(1, 13))
-    assert told.at == [4, 5, 6, 6, 6, 6, 10, 11, 12, 12, 12, 12]
+    _, reported, _ = trained(data(), epochs=2)
+    assert [record.update for record in reported.records] == list(range(1, 13))
+    assert reported.at == [4, 5, 6, 6, 6, 6, 10, 11, 12, 12, 12, 12]
 
 
 def test_pending_numbers_hold_no_autograd_graph(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,16 +219,16 @@ def test_what_is_not_finite_leaves_all_as_before_it(
         if what == "gradient":
             model = nn.Sequential(Bomb(model[0]), *model[1:])
         batches = poisoned(at) if what == "loss" else exploding(at)
-        trainer, told, error = trained(batches, model=model, optimizer=optimizer, epochs=2, **SLOTS[slots])
+        trainer, reported, error = trained(batches, model=model, optimizer=optimizer, epochs=2, **SLOTS[slots])
         assert isinstance(error, NonFiniteError)
-        return trainer, told, str(error)
+        return trainer, reported, str(error)
 
-    at_once, told, said = run()
+    at_once, reported, said = run()
     defer_on_cpu(monkeypatch)
-    late, told_late, said_late = run()
+    late, reported_late, said_late = run()
     assert said == said_late
     agree(masked(state(at_once)), masked(state(late)), slots)
-    agree(told.records, told_late.records, slots)
+    agree(reported.records, reported_late.records, slots)
     assert at_once.result is not None
     assert late.result is not None
     assert at_once.result.updates == late.result.updates
@@ -270,10 +270,10 @@ def test_an_error_of_the_user_comes_after_what_was_not_finite_before_it(monkeypa
         yield from poisoned(2)[:4]
         raise OSError("the disk is gone")
 
-    _, told, error = trained(failing(), epochs=1)
+    _, reported, error = trained(failing(), epochs=1)
     assert isinstance(error, NonFiniteError)
     assert "update 3: the loss is not finite" in str(error)
-    assert [record.update for record in told.records] == [1, 2]
+    assert [record.update for record in reported.records] == [1, 2]
 
 
 def test_an_error_of_the_user_is_raised_after_all_updates_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,9 +283,9 @@ def test_an_error_of_the_user_is_raised_after_all_updates_are_reported(monkeypat
         yield from data()[:4]
         raise OSError("the disk is gone")
 
-    _, told, error = trained(failing(), epochs=1)
+    _, reported, error = trained(failing(), epochs=1)
     assert isinstance(error, OSError)
-    assert [record.update for record in told.records] == [1, 2, 3, 4]
+    assert [record.update for record in reported.records] == [1, 2, 3, 4]
 
 
 # Faults that must be noticed.

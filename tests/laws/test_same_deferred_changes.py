@@ -38,9 +38,9 @@ def test_a_micro_batch_that_counts_nothing_is_left_out_unless_all_do(
 ) -> None:
     def run() -> Any:
         model = nn.Sequential(net(), nn.LogSoftmax(-1))
-        trainer, told, error = trained(padded(*empty), model=model, loss=LOSSES[loss], accumulate=3, epochs=2)
+        trainer, reported, error = trained(padded(*empty), model=model, loss=LOSSES[loss], accumulate=3, epochs=2)
         assert (type(error) is NonFiniteError) == (len(empty) == 3)
-        return masked(state(trainer)), told.records, str(error)
+        return masked(state(trainer)), reported.records, str(error)
 
     at_once = run()
     defer_on_cpu(monkeypatch)
@@ -151,13 +151,13 @@ class Thinned(Watches):
 
 
 def test_a_record_holds_nothing_that_was_logged_after_an_update_before_it() -> None:
-    told: Observer = Thinned()
+    reported: Observer = Thinned()
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, fused=True)
-    trainer = Logs(model, optimizer, nn.CrossEntropyLoss(), console=False, observers=[told])
-    told.trainer = trainer
+    trainer = Logs(model, optimizer, nn.CrossEntropyLoss(), console=False, observers=[reported])
+    reported.trainer = trainer
     trainer.fit(data(), epochs=1)
-    assert [(one.update, one.values["number"]) for one in told.records] == [(3, 3.0), (6, 6.0)]
+    assert [(one.update, one.values["number"]) for one in reported.records] == [(3, 3.0), (6, 6.0)]
     assert trainer.history[0]["number"] == pytest.approx((4 * (1 + 2 + 3 + 4 + 5) + 2 * 6) / 22)
 
 

@@ -1,6 +1,6 @@
 """The Same law for batches on their way: moved through slots that are used again, they train what the plain loop does.
 
-The slots are those of CUDA on an accelerator that is told on the CPU. tests/gpu/test_moving_cuda.py runs the real one.
+The slots are those of CUDA on an accelerator emulated on the CPU. tests/gpu/test_moving_cuda.py runs the real one.
 """
 
 from __future__ import annotations

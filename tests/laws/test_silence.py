@@ -74,12 +74,12 @@ class Watches(Observer):
     wants = ("grad_norm",)
 
     def __init__(self) -> None:
-        self.told = 0
+        self.reported = 0
 
     def on_update(self, update: Any) -> None:
         assert isinstance(update.loss, float)
         assert isinstance(update.grad_norm, float)
-        self.told += 1
+        self.reported += 1
 
 
 def net(*, norm: bool = True) -> nn.Module:
@@ -137,7 +137,7 @@ def test_a_fit_reads_between_updates_alone(parts: str, gates: Gates) -> None:
         model, optimizer, nn.CrossEntropyLoss(), device="meta", console=False, observers=[watches], **slots
     )
     trainer.fit(data(slots.get("accumulate", 1)), epochs=3)
-    assert gates.arrivals == watches.told == 3 * UPDATES_IN_EPOCH
+    assert gates.arrivals == watches.reported == 3 * UPDATES_IN_EPOCH
     assert gates.reads <= 3  # one for the metrics of each epoch
 
 
@@ -159,7 +159,7 @@ def test_a_step_of_ones_own_is_as_silent(accumulate: int, gates: Gates) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
     trainer = Own(model, optimizer, device="meta", console=False, accumulate=accumulate, observers=[watches])
     trainer.fit(data(accumulate), epochs=2)
-    assert gates.arrivals == watches.told == 2 * UPDATES_IN_EPOCH
+    assert gates.arrivals == watches.reported == 2 * UPDATES_IN_EPOCH
     assert gates.reads == 0
 
 

@@ -61,7 +61,7 @@ class Compares(Trainer):
     """Evaluates the same weights before a step, and in it when the step has cast weights for itself."""
 
     def update(self, window):
-        self.told.append([])
+        self.reported.append([])
         self.ask()
         return super().update(window)
 
@@ -72,7 +72,7 @@ class Compares(Trainer):
 
     def ask(self):
         if torch.is_grad_enabled():
-            self.told[-1].append((self.evaluate(self.held_out), self.predict(self.held_out)))
+            self.reported[-1].append((self.evaluate(self.held_out), self.predict(self.held_out)))
 
 
 def check_numbers(average=EMA(0.5), precision="bf16"):  # noqa: B008
@@ -80,13 +80,13 @@ def check_numbers(average=EMA(0.5), precision="bf16"):  # noqa: B008
     model = network()
     model.norm.eval()
     trainer = Compares(model, adamw(model), nn.CrossEntropyLoss(), precision=precision, average=average, console=False)
-    trainer.told, trainer.held_out = [], list(loader(seed=1))
+    trainer.reported, trainer.held_out = [], list(loader(seed=1))
     seed_all()
     trainer.fit(loader(), epochs=2)
-    assert len(trainer.told) == 8 and all(len(told) == 2 for told in trainer.told)
-    for before, inside in trainer.told:
+    assert len(trainer.reported) == 8 and all(len(reported) == 2 for reported in trainer.reported)
+    for before, inside in trainer.reported:
         assert equal(before, inside)
-    assert trainer.told[3][0][0] != trainer.told[4][0][0]
+    assert trainer.reported[3][0][0] != trainer.reported[4][0][0]
 
 
 @pytest.mark.parametrize("precision", [None, "bf16", "fp16"])

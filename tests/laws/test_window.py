@@ -169,7 +169,7 @@ def test_adaptive_optimizers_see_one_big_batch():
 
 
 def test_a_sum_is_summed_over_the_window(shape=UNEVEN):
-    """`SumLoss(total)` and a loss with reduction="sum": the plain sum over the window; the loss is told per row."""
+    """`SumLoss(total)` and a loss with reduction="sum": the plain sum over the window; the loss is reported per row."""
     data = draw(shape, "classes")
     rows = [sum(y.shape[0] for _, y in group) for group in shape.grouped(data)] * 9
     for loss, trainer in (

@@ -59,8 +59,8 @@ def check(shape, name, *, where="forward", most=2, **settings):
     assert distance(ours[0], theirs[0]) <= 1e-12
     rows = [sum(shape.sizes[i : i + shape.k]) for i in range(0, len(data), shape.k)] * shape.epochs
     assert [update.rows for update in seen.updates] == rows
-    told = [one * n for one, n in zip(seen.losses, rows, strict=True)] if name == "a sum alone" else seen.losses
-    assert told == pytest.approx(expected, rel=1e-10)
+    reported = [one * n for one, n in zip(seen.losses, rows, strict=True)] if name == "a sum alone" else seen.losses
+    assert reported == pytest.approx(expected, rel=1e-10)
 
 
 @pytest.mark.slow
@@ -145,10 +145,10 @@ def test_updates_whose_check_is_deferred_are_split_alike(monkeypatch):
     assert history == expected
 
 
-def test_a_loss_that_is_not_finite_is_told_late_of_the_update_that_had_it(monkeypatch):
+def test_a_loss_that_is_not_finite_is_reported_late_of_the_update_that_had_it(monkeypatch):
     defer_on_cpu(monkeypatch)
     x, y = numbers(40, dtype=torch.float32)
-    x[12] = torch.nan  # in the second update, of which nobody has heard when the third is split
+    x[12] = torch.nan  # in the second update, not reported yet when the third is split
     model, optimizer = fused(8)
     data = [*zip(x[:24].split(8), y[:24].split(8), strict=True), (x[24:], y[24:])]
     with pytest.raises(NonFiniteError, match="update 2"):

@@ -56,10 +56,10 @@ def test_a_split_of_the_users_own_is_weighed_by_the_target_it_finds(cls, loss, k
     torch.manual_seed(0)
     model = nn.Linear(4, 3).double()
     trainer = cls(model, torch.optim.SGD(model.parameters(), lr=0.3), loss, accumulate=k, console=False)
-    told = trainer.fit(batches, epochs=1).history[-1]["loss"]
+    reported = trainer.fit(batches, epochs=1).history[-1]["loss"]
     hand, expected = trained_by_hand(x, target, loss, k)
     assert (model.weight - hand.weight).abs().max() / hand.weight.abs().max() <= 1e-12
-    assert told == pytest.approx(expected, rel=1e-12)
+    assert reported == pytest.approx(expected, rel=1e-12)
 
 
 def test_the_law_sees_a_count_of_batches(monkeypatch):

@@ -163,8 +163,8 @@ def check_stream(run: Any, size: int, accumulate: int, own_counts: bool) -> None
         with torch.no_grad():
             x, y = map(torch.cat, zip(*every, strict=True))
             checked = F.cross_entropy(model(x), y).item()
-        told = {"epoch": epoch + 1, "update": (epoch + 1) * len(windows), "loss": total / count}
-        history.append(told | {"val_loss": checked, "lr": 0.2})
+        reported = {"epoch": epoch + 1, "update": (epoch + 1) * len(windows), "loss": total / count}
+        history.append(reported | {"val_loss": checked, "lr": 0.2})
     for outcome in run(stream, accumulate, own_counts):
         assert outcome["updates"] == 3 * len(windows)
         assert apart(outcome, {"weights": flat(model), "history": history}) <= EXACT
@@ -244,8 +244,8 @@ def normal_by_hand(rows: int, size: int, sync: bool) -> dict[str, Any]:
             model.eval()
             output = functional_call(model, {**dict(model.named_parameters()), **own[0]}, (val_x,))
             model.train()
-        told = {"epoch": epoch + 1, "update": (epoch + 1) * -(-rows // 8), "loss": total / rows}
-        history.append(told | {"val_loss": F.cross_entropy(output, val_y).item(), "lr": 0.2})
+        reported = {"epoch": epoch + 1, "update": (epoch + 1) * -(-rows // 8), "loss": total / rows}
+        history.append(reported | {"val_loss": F.cross_entropy(output, val_y).item(), "lr": 0.2})
     model.load_state_dict(own[0], strict=False)
     return {"weights": flat(model), "history": history}
 

@@ -194,17 +194,17 @@ def rows_above() -> tuple[Tensor, Tensor]:
 
 
 def log(on_device: bool) -> tuple[list[float], float]:
-    heard, (x, y) = Records(), rows_above()
-    trainer = Logging(*start(), observers=[heard], console=False)
+    received, (x, y) = Records(), rows_above()
+    trainer = Logging(*start(), observers=[received], console=False)
     trainer.on_device = on_device
     result = trainer.fit(list(zip(x.split(8), y.split(8), strict=True)), epochs=1)
-    return [update.values["above"] for update in heard.updates], result.history[0]["above"]
+    return [update.values["above"] for update in received.updates], result.history[0]["above"]
 
 
 @pytest.mark.parametrize("on_device", [False, True])
 def test_a_number_that_is_logged_with_a_count_of_0_weighs_nothing_and_is_nan_over_nothing(on_device: bool) -> None:
     first = rows_above()[0][:, 0]
     means = [first[:4].mean().item(), first[12:16].mean().item()]
-    (told, mean), (nothing, mean_there) = pool(2).run(log, on_device)
-    assert told[:2] == pytest.approx(means, abs=EXACT) and math.isnan(told[2]) and nothing == []
+    (reported, mean), (nothing, mean_there) = pool(2).run(log, on_device)
+    assert reported[:2] == pytest.approx(means, abs=EXACT) and math.isnan(reported[2]) and nothing == []
     assert mean == mean_there == pytest.approx(sum(means) / 2, abs=EXACT)

@@ -46,8 +46,8 @@ def ended(trainer: Trainer[Any], *given: Any, **ends: Any) -> dict[str, Any]:
         error = str(raised)
     result = trainer.result
     assert result is not None
-    told = {"updates": result.updates, "skipped": result.skipped, "stopped": result.stopped}
-    return told | {"weights": flat(trainer.model), "error": error, "history": result.history}
+    reported = {"updates": result.updates, "skipped": result.skipped, "stopped": result.stopped}
+    return reported | {"weights": flat(trainer.model), "error": error, "history": result.history}
 
 
 # What is not finite.
@@ -149,7 +149,7 @@ def scale_far(loss: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("loss", "skipped"), [(far_loss, 0), (steep_loss, 2)])
-def test_a_loss_that_overflows_where_it_is_scaled_is_told_and_judged_as_it_is(loss: Any, skipped: int) -> None:
+def test_a_loss_that_overflows_where_it_is_scaled_is_reported_and_judged_as_it_is(loss: Any, skipped: int) -> None:
     model, optimizer = start(torch.float32)
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**40, growth_interval=4)
     for _ in range(2):

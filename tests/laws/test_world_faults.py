@@ -29,7 +29,7 @@ SEEN_BY: dict[Callable[..., None], Callable[..., None]] = {
     ),
     world_faults.the_schedule_steps_on_each_process: partial(test_world.check_case, case=Case(51)),
     world_faults.statistics_stay_apart: partial(test_world_data.check_normal, rows=24, size=2),
-    world_faults.the_first_ones_numbers_are_told: partial(test_world.check_case, case=Case(51)),
+    world_faults.the_first_ones_numbers_are_reported: partial(test_world.check_case, case=Case(51)),
     world_faults.each_evaluates_all_rows: partial(test_world.check_case, case=Case(17)),
     world_faults.each_judges_by_its_own_numbers: partial(test_world_ends.check_early_stopping, size=2),
 }

@@ -28,7 +28,7 @@ def start() -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def short(first: int) -> list[float]:
-    """The losses that are told where the first process's part of a stream has `first` batches, the other's three."""
+    """The reported losses where the first process's part of a stream has `first` batches, the other's three."""
     rank = torch.distributed.get_rank()
     x, y = rows_of_classes(6)
     part = [(x[j : j + 1], y[j : j + 1]) for j in (range(3, 6) if rank else range(first))]
@@ -40,18 +40,18 @@ def short(first: int) -> list[float]:
 
 
 @pytest.mark.parametrize("first", [0, 1, 3])
-def test_a_loss_is_told_where_the_first_process_has_no_row(first: int) -> None:
+def test_a_loss_is_reported_where_the_first_process_has_no_row(first: int) -> None:
     model, optimizer = start()
     x, y = rows_of_classes(6)
-    told = []
+    reported = []
     for j in range(3):
         rows = [j, 3 + j] if j < first else [3 + j]
         optimizer.zero_grad()
         loss = F.cross_entropy(model(x[rows]), y[rows])
         loss.backward()
         optimizer.step()
-        told.append(loss.item())
-    assert pool(2).run(short, first)[0] == pytest.approx(told, abs=1e-12)
+        reported.append(loss.item())
+    assert pool(2).run(short, first)[0] == pytest.approx(reported, abs=1e-12)
 
 
 class Minimizing(Trainer[nn.Module]):

@@ -115,8 +115,8 @@ def own_by_hand(kind: str, accumulate: int, clip: float | None) -> dict[str, Any
             if clip is not None:
                 nn.utils.clip_grad_norm_(module.parameters(), clip)
             optimizer.step()
-            told = {"loss": loss.item(), "norm": norm.item()}
-            sums = {name: total + told[name] * len(x) for name, total in sums.items()}
+            reported = {"loss": loss.item(), "norm": norm.item()}
+            sums = {name: total + reported[name] * len(x) for name, total in sums.items()}
         updates = (epoch + 1) * len(grouped(accumulate))
         numbers = {name: total / ROWS for name, total in sums.items()}
         history.append({"epoch": epoch + 1, "update": updates, **numbers, "lr": 0.1})
@@ -233,8 +233,8 @@ def tell(accumulate: int) -> dict[str, Any]:
     metrics = {"accuracy": accuracy, "f1": F1(), "r2": First()}
     settings = {"metrics": metrics, "accumulate": accumulate, "observers": [seen], "console": False}
     result = Telling(module, sgd(module), **settings).fit(data(), data()[:3], epochs=2)
-    told = [(update.update, update.loss, update.rows, dict(update.values)) for update in seen.updates]
-    return {"weights": flat(module), "history": result.history, "told": told}
+    reported = [(update.update, update.loss, update.rows, dict(update.values)) for update in seen.updates]
+    return {"weights": flat(module), "history": result.history, "reported": reported}
 
 
 def numbers_of(module: nn.Module, x: Tensor, y: Tensor) -> dict[str, float]:
@@ -255,10 +255,14 @@ def test_named_losses_logged_numbers_and_scores_are_over_the_rows_of_all_process
         assert apart(outcome, alone) <= EXACT
     module = model()
     expected = numbers_of(module, *grouped(accumulate)[0])
-    update, loss, rows, values = outcomes[0]["told"][0]
+    update, loss, rows, values = outcomes[0]["reported"][0]
     assert (update, rows) == (1, len(grouped(accumulate)[0][0]))
     assert {"loss": loss, **values} == pytest.approx(expected, abs=1e-12)
-    assert [told[:1] + told[2:3] for told in outcomes[0]["told"]] == [told[:1] + told[2:3] for told in alone["told"]]
-    for (_, loss, _, values), (_, loss_alone, _, values_alone) in zip(outcomes[0]["told"], alone["told"], strict=True):
+    assert [reported[:1] + reported[2:3] for reported in outcomes[0]["reported"]] == [
+        reported[:1] + reported[2:3] for reported in alone["reported"]
+    ]
+    for (_, loss, _, values), (_, loss_alone, _, values_alone) in zip(
+        outcomes[0]["reported"], alone["reported"], strict=True
+    ):
         assert {"loss": loss, **values} == pytest.approx({"loss": loss_alone, **values_alone}, abs=1e-12)
-    assert all(outcome["told"] == [] for outcome in outcomes[1:])
+    assert all(outcome["reported"] == [] for outcome in outcomes[1:])

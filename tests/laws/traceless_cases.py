@@ -105,7 +105,7 @@ class ScheduleFree(torch.optim.Optimizer):
 
 
 class Tells(Dataset):
-    """Rows with noise that depends on the epoch they were told of."""
+    """Rows with noise that depends on the epoch they were set to."""
 
     def __init__(self, rows=14):
         self.x, self.y = rows_of_data(rows)
@@ -130,7 +130,7 @@ class Rows(Observer):
 
 
 class Looks(Trainer):
-    """Looks at itself in the place that it is told, in every update; each of its steps leaves a trace of its own."""
+    """Looks at itself in the place that it is given, in every update; each of its steps leaves a trace of its own."""
 
     place = ""
     look = None
@@ -238,9 +238,9 @@ def run_of(settings, *, place="", look=look_everywhere, data=foreign, validates=
     model, teacher = Rich(), nn.Sequential(nn.Linear(6, 3), nn.Dropout(0.5))
     model.still.eval()
     optimizer = chosen.pop("optimizer")(model.parameters(), lr=0.01)
-    told, train = Rows(), data()
+    reported, train = Rows(), data()
     probe = Probe(lambda trainer: look(trainer, train) if place == "probe" else None, every=Updates(1))
-    trainer = Looks(model, optimizer, frozen={"teacher": teacher}, console=False, observers=[told, probe], **chosen)
+    trainer = Looks(model, optimizer, frozen={"teacher": teacher}, console=False, observers=[reported, probe], **chosen)
     trainer.place, trainer.look = place, lambda: look(trainer, train)
     trainer.modes, trainer.order, trainer.scales = [], [], []
     seed_all()
@@ -251,7 +251,7 @@ def run_of(settings, *, place="", look=look_everywhere, data=foreign, validates=
         {
             "order": trainer.order,
             "modes": trainer.modes,
-            "updates": told.updates,
+            "updates": reported.updates,
             "history": history,
             "model": model.state_dict(),
             "optimizer": optimizer.state_dict(),

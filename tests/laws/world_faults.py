@@ -117,7 +117,7 @@ def statistics_stay_apart(patch: Patch) -> None:
     patch.setattr(passes, "rank0_buffers", lambda trainer: nullcontext())
 
 
-def the_first_ones_numbers_are_told(patch: Patch) -> None:
+def the_first_ones_numbers_are_reported(patch: Patch) -> None:
     patch.setattr(LossTracker, "merge", lambda self, world: None)
 
 

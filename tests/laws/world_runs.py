@@ -184,7 +184,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 def holding(check: Callable[..., None], *args: Any) -> list[list[float]]:
     """Run a check of another law on this process beside the others; returns the weights of every model it trained.
 
-    Its plain loop runs whole on every process, and what the library trains is dealt. Observers are told on the first
+    Its plain loop runs whole on every process, and what the library trains is dealt. Observers are called on the first
     process only: there what they have kept is taken over when `fit` returns, so that each process can check it.
     """
     trained: list[nn.Module] = []

@@ -396,7 +396,7 @@ def test_a_function_in_the_place_of_the_dict_of_metrics_is_given_a_name():
         assert {f"val_{name}" for name in metrics} <= set(make(metrics=metrics).evaluate(pieces(1)))
 
 
-def test_self_that_is_called_as_the_model_is_told_the_name_of_the_model():
+def test_self_that_is_called_as_the_model_gets_the_name_of_the_model():
     class Calls(Trainer):
         def training_step(self, batch):
             return self.loss(self(batch[0]), batch[1])

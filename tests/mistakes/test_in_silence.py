@@ -84,7 +84,7 @@ TWICE = "the outputs are probabilities, and cross entropy takes scores"
 @pytest.mark.parametrize(
     "settings", [{}, {"accumulate": 2}, {"precision": "bf16"}, {"metrics": {"accuracy": accuracy}}]
 )
-def test_probabilities_under_cross_entropy_are_told_once_with_the_cure(loss, settings):
+def test_probabilities_under_cross_entropy_are_reported_once_with_the_cure(loss, settings):
     (text,) = warned(net(nn.Softmax(1)), loss, **settings)
     assert (
         text.startswith(TWICE) and "fix   leave the softmax out of the model" in text and "test_in_silence.py" in text
@@ -98,20 +98,20 @@ def test_steps_and_updates_of_ones_own_are_looked_at_too(cls):
 
 
 @pytest.mark.parametrize("model", [net(Divided()), ByPosition(), net(nn.Softmax(1), nn.Unflatten(1, (3,)))])
-def test_probabilities_are_told_however_they_were_made(model):
+def test_probabilities_are_reported_however_they_were_made(model):
     target = Y if isinstance(model, nn.Sequential) else torch.randint(0, 3, (16, 4), generator=G)
     (text,) = warned(model, nn.CrossEntropyLoss(), target)
     assert text.startswith(TWICE)
 
 
-def test_a_softmax_is_told_for_batches_of_one_row():
+def test_a_softmax_is_reported_for_batches_of_one_row():
     (text,) = warned(net(nn.Softmax(1)), nn.CrossEntropyLoss(), batch_size=1, epochs=1)
     assert text.startswith(TWICE)
 
 
 @pytest.mark.parametrize("end", [(), (nn.Softmax(1),)], ids=["scores", "probabilities"])
 @pytest.mark.parametrize("loss", [nn.NLLLoss(), F.nll_loss])
-def test_nll_on_what_are_no_log_probabilities_is_told(end, loss):
+def test_nll_on_what_are_no_log_probabilities_is_reported(end, loss):
     (text,) = warned(net(*end), loss)
     assert (
         text.startswith("NLLLoss takes log-probabilities, and the outputs are none") and "nn.CrossEntropyLoss()" in text
@@ -119,7 +119,7 @@ def test_nll_on_what_are_no_log_probabilities_is_told(end, loss):
 
 
 @pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits])
-def test_probabilities_under_bce_with_logits_are_told(loss):
+def test_probabilities_under_bce_with_logits_are_reported(loss):
     (text,) = warned(net(nn.Sigmoid(), outputs=1), loss, YES)
     assert (
         text.startswith("the outputs are probabilities, and BCEWithLogitsLoss takes logits") and "nn.BCELoss()" in text
@@ -139,7 +139,7 @@ COUNTS = {
 
 
 @pytest.mark.parametrize("metric", COUNTS.values(), ids=COUNTS)
-def test_a_metric_that_counts_is_told_once_by_its_name(metric):
+def test_a_metric_that_counts_is_reported_once_by_its_name(metric):
     (text,) = warned(net(), nn.CrossEntropyLoss(), metrics={"right": metric}, batch_size=16)
     assert (
         text.startswith("metric 'right' returned ")
@@ -165,14 +165,14 @@ def imported_inside():
 @pytest.mark.parametrize(
     "metric", [f1, by_name, partial(f1), imported_inside(), lambda o, t: f1_score(t, o.argmax(1), average="micro")]
 )
-def test_a_score_that_is_no_mean_over_rows_is_told_with_over_all(metric):
+def test_a_score_that_is_no_mean_over_rows_is_reported_with_over_all(metric):
     (text,) = warned(net(), nn.CrossEntropyLoss(), metrics={"score": metric})
     assert text.startswith("metric 'score' is no mean over rows: it calls ") and "test_in_silence.py" in text
     assert "fix   metrics={'score': over_all(...)}" in text
     assert warned(net(), nn.CrossEntropyLoss(), metrics={"score": over_all(metric)}) == []
 
 
-def test_a_metric_that_only_validation_feeds_is_told_too():
+def test_a_metric_that_only_validation_feeds_is_reported_too():
     class Validates(Trainer):
         def training_step(self, batch):
             return self.loss(self.model(batch[0]), batch[1])
@@ -264,7 +264,7 @@ class Log(nn.Module):
 
 
 @pytest.mark.parametrize(("build", "loss", "target", "settings"), RIGHT.values(), ids=RIGHT)
-def test_a_loss_that_is_given_what_it_takes_is_told_nothing(build, loss, target, settings):
+def test_a_loss_that_is_given_what_it_takes_gets_no_warning(build, loss, target, settings):
     assert warned(build(), loss, target, epochs=1, **settings) == []
 
 
@@ -286,7 +286,7 @@ MEANS = {
 
 
 @pytest.mark.parametrize("metric", MEANS.values(), ids=MEANS)
-def test_a_metric_that_is_a_mean_is_told_nothing_although_it_may_be_whole_and_above_1(metric):
+def test_a_metric_that_is_a_mean_gets_no_warning_although_it_may_be_whole_and_above_1(metric):
     assert warned(net(), nn.CrossEntropyLoss(), metrics={"number": metric}) == []
 
 

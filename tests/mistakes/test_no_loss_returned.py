@@ -51,7 +51,7 @@ class LossesInADict(nn.Linear):
 
 
 @pytest.mark.parametrize("build", [LossInATuple, LossesInADict])
-def test_a_model_that_returns_its_losses_in_another_form_is_told_the_step_to_write(build):
+def test_a_model_that_returns_its_losses_in_another_form_gets_the_step_to_write(build):
     model, rows = build(2, 1), [(torch.ones(3, 2), torch.ones(3, 1))]
     settings = {"optimizer": torch.optim.SGD(model.parameters(), lr=0.1), "console": False}
     with pytest.raises(SettingError, match="no loss: loss is None") as caught:

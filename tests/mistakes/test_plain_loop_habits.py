@@ -19,7 +19,7 @@ RETURNS = {
 
 @pytest.mark.parametrize("returns", RETURNS)
 @pytest.mark.parametrize("val", [True, False])
-def test_a_step_that_runs_backward_itself_is_told_who_runs_it(returns, val):
+def test_a_step_that_runs_backward_itself_gets_the_name_of_who_runs_it(returns, val):
     class Half(Trainer):
         def training_step(self, batch):
             loss = self.loss(self.model(batch[0]), batch[1])
@@ -69,7 +69,7 @@ def test_a_step_that_trains_another_model_inside_is_no_mistake():
     assert make(Inner).fit(pieces(), epochs=1).updates == 4
 
 
-def test_a_forgotten_return_is_not_told_to_write_a_validation_step():
+def test_a_forgotten_return_is_not_advised_to_write_a_validation_step():
     class Forgets(Trainer):
         def training_step(self, batch):
             self.loss(self.model(batch[0]), batch[1])
@@ -124,7 +124,7 @@ FORWARDS = {
 
 
 @pytest.mark.parametrize("role", FORWARDS)
-def test_a_model_of_parts_is_told_the_hook_to_override(role):
+def test_a_model_of_parts_gets_the_hook_to_override(role):
     call, fix = FORWARDS[role]
     with pytest.raises(NotImplementedError) as caught:
         call()
@@ -133,7 +133,7 @@ def test_a_model_of_parts_is_told_the_hook_to_override(role):
     assert entry(note, "fix") == fix
 
 
-def test_a_module_of_ones_own_without_forward_is_told_to_have_one():
+def test_a_module_of_ones_own_without_forward_gets_the_advice_to_have_one():
     class Foward(nn.Module):
         def __init__(self):
             super().__init__()

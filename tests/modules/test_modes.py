@@ -34,43 +34,43 @@ def test_each_module_has_its_own_mode_again_also_after_an_error(asleep):
 
 
 def test_a_module_with_a_train_of_its_own_hears_of_both_changes():
-    heard = []
+    received = []
 
     class Merges(nn.Linear):
         def train(self, mode=True):
-            heard.append(mode)
+            received.append(mode)
             return super().train(mode)
 
     model = nn.Sequential(Merges(2, 2), nn.BatchNorm1d(2))
     model[1].eval()
     with evaluating(model):
         pass
-    assert heard == [False, True]
+    assert received == [False, True]
     assert modes(model) == [True, True, False]
 
 
 def test_ways_of_its_own_to_change_the_mode_are_taken():
-    heard = []
+    received = []
 
     class Evaluates(nn.Linear):
         def eval(self):
-            heard.append("eval")
+            received.append("eval")
             return super().eval()
 
     class Sets(nn.Linear):
         def __setattr__(self, name, value):
             if name == "training":
-                heard.append(value)
+                received.append(value)
             super().__setattr__(name, value)
 
-    root, inner, told = Evaluates(2, 2), Sets(2, 2), nn.Linear(2, 2)
-    told.train = lambda mode=True: heard.append(f"train({mode})")
-    heard.clear()
-    for module, wanted in ((root, ["eval"]), (inner, [False, True]), (told, ["train(False)"])):
+    root, inner, reported = Evaluates(2, 2), Sets(2, 2), nn.Linear(2, 2)
+    reported.train = lambda mode=True: received.append(f"train({mode})")
+    received.clear()
+    for module, wanted in ((root, ["eval"]), (inner, [False, True]), (reported, ["train(False)"])):
         with evaluating(nn.Sequential(module) if module is not root else root):
             pass
-        assert heard == wanted and module.training
-        heard.clear()
+        assert received == wanted and module.training
+        received.clear()
 
 
 def test_a_compiled_model_and_its_own_share_their_modes():

@@ -139,7 +139,7 @@ def test_the_header_tells_slots_and_what_is_frozen_where_there_is_any():
 
 
 @pytest.mark.parametrize("width", [60, 80, 100])
-def test_each_validation_set_is_told_on_a_line_of_its_own_where_it_must_be(width):
+def test_each_validation_set_is_reported_on_a_line_of_its_own_where_it_must_be(width):
     sets = [f"{name}: 397 rows in batches of 128 from a DataLoader" for name in ("clean", "noisy")]
     lines = header(replace(PLAN, val="; ".join(sets)), width)
     assert all(f"val {one}" in lines for one in sets)
@@ -155,8 +155,8 @@ def test_the_footer_tells_end_best_weights_and_course():
     ]
     assert footer(Result([], None, 1, 1, "", 0.1, blocked=0.9)) == [" end      1 epoch, 1 update, 0.1s · weights: last"]
     for found in (best, None):
-        told = "\n".join(footer(result(best=found, seconds=1000.0, blocked=75.2, skipped=2)))
-        assert " of it waiting for saves · 2 skipped" in told
+        reported = "\n".join(footer(result(best=found, seconds=1000.0, blocked=75.2, skipped=2)))
+        assert " of it waiting for saves · 2 skipped" in reported
 
 
 @pytest.mark.parametrize(("seconds", "waiting", "says"), [(2.0, 0.63, True), (2.0, 0.2, False), (0.2, 0.63, False)])

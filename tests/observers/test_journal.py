@@ -345,7 +345,7 @@ def test_a_resume_without_a_journal_starts_one(tmp_path):
 
 
 def with_saves(path, start, stop, *, every, late, updates=1, resume=None):
-    """One run as `write` makes it, saving each `every` updates, which is told `late` updates later."""
+    """One run as `write` makes it, saving each `every` updates, which is reported `late` updates later."""
     journal = Journal(path, updates=updates)
     if resume is not None:
         journal.resume_at(resume)
@@ -363,13 +363,13 @@ def numbers(path, event):
 
 @pytest.mark.parametrize("updates", [1, 4, 100])
 @pytest.mark.parametrize("late", [0, 1, 3, 7])
-def test_saves_that_are_told_late_leave_no_gap_and_no_repeat_after_a_resume(tmp_path, late, updates):
+def test_saves_that_are_reported_late_leave_no_gap_and_no_repeat_after_a_resume(tmp_path, late, updates):
     path = tmp_path / "run.jsonl"
     with_saves(path, 1, 27, every=5, late=late, updates=updates)
-    told = max(n for n in range(5, 28, 5) if n + late <= 27)
-    with_saves(path, told + 1, 43, every=5, late=late, updates=updates, resume=told)
-    told_again = max(n for n in range(5, 44, 5) if n + late <= 43)
-    with_saves(path, told_again + 1, 50, every=5, late=0, updates=updates, resume=told_again)
+    reported = max(n for n in range(5, 28, 5) if n + late <= 27)
+    with_saves(path, reported + 1, 43, every=5, late=late, updates=updates, resume=reported)
+    reported_again = max(n for n in range(5, 44, 5) if n + late <= 43)
+    with_saves(path, reported_again + 1, 50, every=5, late=0, updates=updates, resume=reported_again)
     assert numbers(path, "update") == [n for n in range(1, 51) if n % updates == 0]
     assert numbers(path, "save") == list(range(5, 51, 5))
 

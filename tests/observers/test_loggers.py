@@ -292,7 +292,7 @@ def test_a_file_without_figures_refuses_one(tmp_path: Path) -> None:
 
 
 class Failing(Logger):
-    """Fails where it is told to, until it is told to stop."""
+    """Fails where it is set to, until it is set to stop."""
 
     def __init__(self, *, at: str) -> None:
         super().__init__(every=Updates(1))

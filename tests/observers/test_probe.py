@@ -45,7 +45,7 @@ def train(size=2):
     return batches((x, y), size, shuffle=True, seed=0)
 
 
-class Told(Observer):
+class Reported(Observer):
     def __init__(self, every=None):
         self.every = every
         self.updates = []
@@ -104,10 +104,10 @@ def a_second_a_step(monkeypatch):
 
 
 def test_a_probe_and_an_observer_are_called_after_so_many_seconds(a_second_a_step):
-    seen, told = [], Told(Seconds(2.5))
+    seen, reported = [], Reported(Seconds(2.5))
     probe = Probe(lambda trainer: seen.append(trainer.progress.updates), every=Seconds(2.5))
-    made(a_second_a_step, observers=[probe, told]).fit(train(), epochs=2)
-    assert seen == [update.update for update in told.updates] == [3, 6, 9, 12]
+    made(a_second_a_step, observers=[probe, reported]).fit(train(), epochs=2)
+    assert seen == [update.update for update in reported.updates] == [3, 6, 9, 12]
 
 
 def test_a_backward_in_a_probe_changes_no_update():
@@ -123,11 +123,11 @@ def test_a_backward_in_a_probe_changes_no_update():
 
 
 def test_numbers_of_a_probe_stand_in_the_next_update_and_in_the_epochs_row():
-    told = Told()
+    reported = Reported()
     probe = Probe(lambda trainer: {"n": float(trainer.progress.updates)}, every=Updates(2))
-    result = made(observers=[probe, told]).fit(train(), epochs=2)
+    result = made(observers=[probe, reported]).fit(train(), epochs=2)
     expected = [None, None, 2.0, None, 4.0, None, 6.0, None, 8.0, None, 10.0, None]
-    assert [update.values.get("n") for update in told.updates] == expected
+    assert [update.values.get("n") for update in reported.updates] == expected
     assert [row["n"] for row in result.history] == [4.0, 10.0]
 
 
@@ -146,21 +146,21 @@ def test_numbers_of_a_probe_are_kept_by_a_validation_inside_the_epoch_and_by_a_c
                 raise ZeroDivisionError
 
     def run(directory, at=None):
-        dies, told = Dies(), Told()
+        dies, reported = Dies(), Reported()
         dies.at = at
         probe = Probe(lambda trainer: {"n": float(trainer.progress.updates)}, every=Updates(2))
         slot = Checkpoint(directory, every=Updates(2))
-        trainer = made(observers=[probe, dies, told], checkpoint=slot)
-        return trainer.fit(train(), train(), epochs=2, validate=Updates(4), resume="auto").history, told
+        trainer = made(observers=[probe, dies, reported], checkpoint=slot)
+        return trainer.fit(train(), train(), epochs=2, validate=Updates(4), resume="auto").history, reported
 
-    whole, told = run(tmp_path / "whole")
-    assert [update.values.get("n") for update in told.updates[2:6]] == [2.0, None, 4.0, None]
+    whole, reported = run(tmp_path / "whole")
+    assert [update.values.get("n") for update in reported.updates[2:6]] == [2.0, None, 4.0, None]
     for at in (3, 5, 9):
         with pytest.raises(ZeroDivisionError):
             run(tmp_path / "cut", at)
     resumed, also = run(tmp_path / "cut")
     assert resumed == whole
-    assert [update.values for update in also.updates] == [update.values for update in told.updates[8:]]
+    assert [update.values for update in also.updates] == [update.values for update in reported.updates[8:]]
     assert also.updates[0].values["n"] == 8.0
 
 
@@ -233,7 +233,7 @@ def test_a_log_in_a_probe_is_refused():
         trainer.fit(train(), epochs=1)
 
 
-@pytest.mark.parametrize("fn", [3, None, "f", Told])
+@pytest.mark.parametrize("fn", [3, None, "f", Reported])
 def test_what_is_no_function_is_refused(fn):
     with pytest.raises(TypeError, match="a function of the trainer"):
         Probe(fn)
@@ -248,16 +248,16 @@ def test_a_span_that_a_probe_cannot_have_is_refused_when_it_is_given(every):
 # Observers with `every` and `wants`.
 
 
-def test_an_observer_is_told_every_nth_update():
-    told = Told(Updates(4))
-    made(observers=[told]).fit(train(), epochs=2)
-    assert [update.update for update in told.updates] == [4, 8, 12]
+def test_an_observer_receives_every_nth_update():
+    reported = Reported(Updates(4))
+    made(observers=[reported]).fit(train(), epochs=2)
+    assert [update.update for update in reported.updates] == [4, 8, 12]
 
 
 @pytest.mark.parametrize("every", [Epochs(1), 5, "epoch"])
 def test_another_span_of_an_observer_is_refused_when_the_trainer_is_made(every):
-    with pytest.raises(SettingError, match=r"Told\.every(.|\n)*Updates\(n\)"):
-        made(observers=[Told(every)])
+    with pytest.raises(SettingError, match=r"Reported\.every(.|\n)*Updates\(n\)"):
+        made(observers=[Reported(every)])
 
 
 def test_a_span_of_an_observer_that_watches_no_update_is_refused():
@@ -274,13 +274,13 @@ def test_a_span_of_an_observer_that_watches_no_update_is_refused():
 
 
 def test_the_norm_is_measured_where_an_observer_wants_it():
-    class Wants(Told):
+    class Wants(Reported):
         wants = frozenset({"grad_norm"})
 
-    told, wants = Told(), Wants()
-    made(observers=[told]).fit(train(), epochs=1)
+    reported, wants = Reported(), Wants()
+    made(observers=[reported]).fit(train(), epochs=1)
     made(observers=[wants]).fit(train(), epochs=1)
-    assert all(update.grad_norm is None for update in told.updates)
+    assert all(update.grad_norm is None for update in reported.updates)
     assert all(update.grad_norm > 0 for update in wants.updates)
     with pytest.raises(TypeError, match="only 'grad_norm'"):
         type("Mine", (Observer,), {"wants": frozenset({"loss"})})

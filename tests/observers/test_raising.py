@@ -11,13 +11,13 @@ from trainwright.observers import read_journal
 
 
 class Watches(Observer):
-    """Notes what it is told; raises at one event."""
+    """Notes what is reported to it; raises at one event."""
 
     def __init__(self, raises="", error=RuntimeError):
-        self.raises, self.error, self.told = raises, error, []
+        self.raises, self.error, self.reported = raises, error, []
 
     def _at(self, event):
-        self.told.append(event)
+        self.reported.append(event)
         if event == self.raises:
             raise self.error(f"planted in {event}")
 
@@ -59,7 +59,7 @@ def test_one_that_raises_at_the_end_does_not_keep_others_from_it(tmp_path):
     trainer = make(bad, good, only, journal)
     with pytest.raises(RuntimeError, match="planted in end"):
         trainer.fit(DATA, epochs=1)
-    assert good.told[-1] == "end" and only.ended == 1
+    assert good.reported[-1] == "end" and only.ended == 1
     assert read_journal(tmp_path / "journal.jsonl")[-1]["event"] == "end"
     assert trainer.result.stopped == good.stopped == "epochs=1 reached"
 
@@ -80,7 +80,7 @@ def test_one_that_raises_at_the_end_of_a_run_that_failed_is_a_note_on_its_error(
         trainer.fit(DATA, epochs=1)
     assert f"on_fit_end failed too: {error.__name__}: planted in end" in caught.value.__notes__[-1]
     assert caught.value.__context__ is None
-    assert good.told == ["start", "end"]
+    assert good.reported == ["start", "end"]
     assert trainer.result.stopped == good.stopped == "ZeroDivisionError: the run's own"
 
 
@@ -89,7 +89,7 @@ def test_one_that_raises_in_the_middle_ends_the_run_and_all_hear_of_it():
     trainer = make(bad, good)
     with pytest.raises(RuntimeError, match="planted in update"):
         trainer.fit(DATA, epochs=1)
-    assert bad.told == ["start", "update", "end"] and good.told[-1] == "end"
+    assert bad.reported == ["start", "update", "end"] and good.reported[-1] == "end"
     assert trainer.result.stopped == "RuntimeError: planted in update"
 
 
@@ -103,8 +103,8 @@ def test_one_that_raises_at_the_start_leaves_no_other_without_its_end(place, tmp
     weight = trainer.model.weight.detach().clone()
     with pytest.raises(RuntimeError, match="planted in start"):
         trainer.fit(DATA, epochs=1)
-    assert [one.told for one in others] == 2 * [["start", "end"]] and only.ended == 1
-    assert bad.told == ["start"]
+    assert [one.reported for one in others] == 2 * [["start", "end"]] and only.ended == 1
+    assert bad.reported == ["start"]
     assert [record["event"] for record in read_journal(tmp_path / "journal.jsonl")] == ["start", "end"]
     assert others[0].stopped == "RuntimeError: planted in start"
 

@@ -21,7 +21,7 @@ y = torch.arange(40) % 3
 EACH = Updates(1)
 
 
-class Told(Observer):
+class Reported(Observer):
     def __init__(self) -> None:
         self.seen: list[ModelStatistics] = []
 
@@ -76,16 +76,16 @@ def numbers(parameter: nn.Parameter, before: torch.Tensor) -> dict[str, float]:
 
 @pytest.mark.parametrize(("each", "average"), [(1, None), (2, None), (3, EMA(0.5)), (7, None)])
 def test_the_numbers_are_those_of_a_plain_loop(each: int, average: Any) -> None:
-    told = Told()
-    trainer = made(Statistics(every=Updates(each)), told, accumulate=2, clip=ClipNorm(0.5), average=average)
+    reported = Reported()
+    trainer = made(Statistics(every=Updates(each)), reported, accumulate=2, clip=ClipNorm(0.5), average=average)
     trainer.fit(data(), epochs=4)
-    assert [one.update for one in told.seen] == list(range(each, 21, each))
+    assert [one.update for one in reported.seen] == list(range(each, 21, each))
     expected = by_hand(20)
-    for one in told.seen:
+    for one in reported.seen:
         for name, found in one.parameters.items():
             plain = expected[one.update - 1][name]
             assert {key: getattr(found, key) for key in plain} == pytest.approx(plain, rel=2e-4, abs=1e-7)
-    assert list(told.seen[0].parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert list(reported.seen[0].parameters) == ["0.weight", "0.bias", "2.weight", "2.bias"]
 
 
 def test_a_nan_is_a_nan_and_is_counted() -> None:
@@ -96,15 +96,15 @@ def test_a_nan_is_a_nan_and_is_counted() -> None:
                 self.model[2].weight[1, 1] = math.inf
                 self.model[0].bias.zero_()
 
-    told = Told()
-    made(Statistics(every=EACH), told, cls=Poisons).fit(data(), max_updates=1)
-    poisoned, fine = told.seen[0].parameters["2.weight"], told.seen[0].parameters["0.weight"]
+    reported = Reported()
+    made(Statistics(every=EACH), reported, cls=Poisons).fit(data(), max_updates=1)
+    poisoned, fine = reported.seen[0].parameters["2.weight"], reported.seen[0].parameters["0.weight"]
     assert math.isnan(poisoned.grad_norm) and math.isnan(poisoned.grad_max)
     assert (poisoned.grad_nonfinite, poisoned.weight_nonfinite) == (2, 1)
     assert poisoned.weight_norm == math.inf and poisoned.update_norm == math.inf
     assert math.isfinite(fine.grad_norm) and not fine.grad_nonfinite
-    assert told.seen[0].parameters["0.bias"].weight_zeros == 1.0
-    assert "3 not finite" in str(told.seen[0])
+    assert reported.seen[0].parameters["0.bias"].weight_zeros == 1.0
+    assert "3 not finite" in str(reported.seen[0])
     assert math.isnan(ModelOf(0.0, 0.0)) and ModelOf(1.0, 0.0) == math.inf
 
 
@@ -126,21 +126,21 @@ def test_frozen_parameters_have_no_gradient_and_sparse_ones_count_what_they_leav
         def forward(self, words: torch.Tensor) -> torch.Tensor:
             return self.head(self.words(words).mean(1))
 
-    told, model = Told(), Words()
+    reported, model = Reported(), Words()
     optimizer = torch.optim.SGD([one for one in model.parameters() if one.requires_grad], lr=0.1)
     trainer = Trainer(
         model,
         optimizer,
         nn.CrossEntropyLoss(),
         console=False,
-        observers=[Statistics(every=EACH), told],
+        observers=[Statistics(every=EACH), reported],
     )
     words = torch.tensor([[0, 1], [1, 2]])
     trainer.fit((words, torch.tensor([0, 1])), epochs=1, batch_size=2)
-    seen = told.seen[0].parameters
+    seen = reported.seen[0].parameters
     assert seen["words.weight"].grad_zeros == 0.7
     assert seen["head.bias"].grad_norm is None and seen["head.bias"].update_norm == 0.0
-    assert "-" in str(told.seen[0]).splitlines()[-1]
+    assert "-" in str(reported.seen[0]).splitlines()[-1]
 
 
 def test_all_numbers_of_a_turn_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -156,9 +156,9 @@ def test_all_numbers_of_a_turn_are_read_at_once(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_pattern_chooses_parameters_and_one_that_names_none_is_refused() -> None:
-    told = Told()
-    made(Statistics(every=EACH, parameters="2.*"), told).fit(data(), max_updates=1)
-    assert list(told.seen[0].parameters) == ["2.weight", "2.bias"]
+    reported = Reported()
+    made(Statistics(every=EACH, parameters="2.*"), reported).fit(data(), max_updates=1)
+    assert list(reported.seen[0].parameters) == ["2.weight", "2.bias"]
     with pytest.raises(SettingError, match=r"matches none of the model's.*(?s:.)*0\.weight"):
         made(Statistics(parameters="heads.*")).fit(data(), epochs=1)
 
@@ -166,13 +166,13 @@ def test_a_pattern_chooses_parameters_and_one_that_names_none_is_refused() -> No
 def test_updates_that_were_held_back_are_no_turn() -> None:
     bad = x.clone()
     bad[[9, 10, 25]] = math.nan
-    told = Told()
-    trainer = made(Statistics(every=Updates(3)), told, on_nonfinite="skip")
+    reported = Reported()
+    trainer = made(Statistics(every=Updates(3)), reported, on_nonfinite="skip")
     # With an end by the clock the loop pauses after each update, also after those that were held back.
     trainer.fit(batches((bad, y), 4, shuffle=False), epochs=2, max_seconds=1000.0)
-    assert [one.update for one in told.seen] == [3, 6, 9, 12, 15]
-    assert all(math.isfinite(one.parameters["0.weight"].update_norm) for one in told.seen)
-    assert all(one.parameters["0.weight"].update_norm > 0 for one in told.seen)
+    assert [one.update for one in reported.seen] == [3, 6, 9, 12, 15]
+    assert all(math.isfinite(one.parameters["0.weight"].update_norm) for one in reported.seen)
+    assert all(one.parameters["0.weight"].update_norm > 0 for one in reported.seen)
 
 
 @pytest.mark.parametrize("setting", [{"every": 5}, {"every": None}, {"parameters": ""}, {"parameters": None}])
@@ -201,16 +201,18 @@ def test_the_journal_and_tensorboard_write_them(tmp_path: Path) -> None:
 
 def on_ranks(directory: Path, only_first: bool, parallel: Any) -> list[Any]:
     torch.manual_seed(0)
-    told = Told()
+    reported = Reported()
     asked = [Statistics(every=Updates(3)), Profile(directory, after=4, updates=2, rows=0)]
     has_them = not only_first or torch.distributed.get_rank() == 0
-    observers = [*(asked if has_them else []), told]
+    observers = [*(asked if has_them else []), reported]
     trainer = made(*observers, model=nn.Linear(4, 3), parallel=parallel)
     try:
         trainer.fit(data(7), epochs=2)
     except SettingError as error:
         return [str(error)]
-    return [(one.update, one.parameters["weight"].grad_norm, one.parameters["weight"].update_norm) for one in told.seen]
+    return [
+        (one.update, one.parameters["weight"].grad_norm, one.parameters["weight"].update_norm) for one in reported.seen
+    ]
 
 
 def test_the_first_process_tells_what_one_process_would(tmp_path: Path) -> None:
@@ -224,5 +226,8 @@ def test_the_first_process_tells_what_one_process_would(tmp_path: Path) -> None:
 
 
 def test_observers_that_only_some_processes_have_are_refused(tmp_path: Path) -> None:
-    for told in pool(2).run(on_ranks, tmp_path, True, DDP()):
-        assert "the processes of this run were not given the same probes" in told[0] and "Statistics(every=" in told[0]
+    for reported in pool(2).run(on_ranks, tmp_path, True, DDP()):
+        assert (
+            "the processes of this run were not given the same probes" in reported[0]
+            and "Statistics(every=" in reported[0]
+        )

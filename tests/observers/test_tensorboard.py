@@ -17,7 +17,7 @@ x = torch.randn(40, 4, generator=torch.Generator().manual_seed(0))
 y = torch.arange(40) % 3
 
 
-class Told(Observer):
+class Reported(Observer):
     def __init__(self):
         self.updates, self.validations = [], []
 
@@ -58,13 +58,13 @@ def read(directory: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def test_every_number_of_a_run_is_in_the_files(tmp_path: Path) -> None:
-    told = Told()
-    trainer = made(TensorBoardLogger(tmp_path, every=Updates(1)), told, clip=1.0, metrics={"right": hits})
+    reported = Reported()
+    trainer = made(TensorBoardLogger(tmp_path, every=Updates(1)), reported, clip=1.0, metrics={"right": hits})
     result = trainer.fit(data(), batches((x, y), 20), epochs=2)
     shown = read(tmp_path)
     assert set(shown) == {"loss", "lr", "grad_norm", "val_loss", "val_right", "epoch/loss", "epoch/right"}
     for name in ("loss", "lr", "grad_norm"):
-        assert shown[name] == [(one.update, pytest.approx(getattr(one, name), rel=1e-6)) for one in told.updates]
+        assert shown[name] == [(one.update, pytest.approx(getattr(one, name), rel=1e-6)) for one in reported.updates]
     for tag, name in (("val_loss", "val_loss"), ("epoch/loss", "loss"), ("val_right", "val_right")):
         assert shown[tag] == [(row["update"], pytest.approx(row[name], rel=1e-6)) for row in result.history]
     assert len(shown["loss"]) == 20

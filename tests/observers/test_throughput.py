@@ -1,4 +1,4 @@
-"""The speed of a run, of one process and of several: exact counts, who is told, and what it costs."""
+"""The speed of a run, of one process and of several: exact counts, who gets a report, and what it costs."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ y = torch.arange(48) % 3
 FIVE = Updates(5)
 
 
-class Told(Observer):
+class Reported(Observer):
     def __init__(self):
         self.speeds = []
 
@@ -41,10 +41,10 @@ def made(cls=Trainer, **settings):
 
 
 def speeds_of(*, epochs=2, cls=Trainer, every=FIVE, **settings):
-    told, asked = Told(), {key: settings.pop(key) for key in ("peak", "flops_per_row") if key in settings}
-    trainer = made(cls, observers=[Throughput(every=every, **asked), told], **settings)
+    reported, asked = Reported(), {key: settings.pop(key) for key in ("peak", "flops_per_row") if key in settings}
+    trainer = made(cls, observers=[Throughput(every=every, **asked), reported], **settings)
     trainer.fit(batches((x, y), 4, shuffle=True, seed=0), epochs=epochs)
-    return told.speeds
+    return reported.speeds
 
 
 def a_speed(**others):
@@ -72,24 +72,24 @@ def test_the_time_of_pauses_is_no_training() -> None:
             time.sleep(0.2)
             return super().evaluate(data, name, batch_size=batch_size)
 
-    told = Told()
-    trainer = made(Slow, observers=[Throughput(every=Updates(5)), told])
+    reported = Reported()
+    trainer = made(Slow, observers=[Throughput(every=Updates(5)), reported])
     result = trainer.fit(batches((x, y), 4), batches((x, y), 16), epochs=2, validate=Updates(3))
     assert result.seconds > 1.6
-    assert sum(one.seconds for one in told.speeds) < 0.4
+    assert sum(one.seconds for one in reported.speeds) < 0.4
 
 
-def test_waiting_for_data_is_told_and_bounds_the_run() -> None:
+def test_waiting_for_data_is_reported_and_bounds_the_run() -> None:
     def slow(epoch):
         for batch in zip(x.split(12), y.split(12), strict=True):
             time.sleep(0.05)
             yield batch
 
-    told = Told()
-    made(observers=[Throughput(), told]).fit(slow, epochs=2, epoch_updates=4)
-    assert [one.bound for one in told.speeds] == ["input", "input"]
-    assert all(0.5 < one.waiting <= 1 for one in told.speeds)
-    assert all(one.data_seconds >= 0.15 for one in told.speeds)
+    reported = Reported()
+    made(observers=[Throughput(), reported]).fit(slow, epochs=2, epoch_updates=4)
+    assert [one.bound for one in reported.speeds] == ["input", "input"]
+    assert all(0.5 < one.waiting <= 1 for one in reported.speeds)
+    assert all(one.data_seconds >= 0.15 for one in reported.speeds)
 
 
 def test_mfu_is_rows_times_operations_over_the_peak() -> None:
@@ -101,7 +101,7 @@ def test_mfu_is_rows_times_operations_over_the_peak() -> None:
     assert {one.flops_per_row for one in speeds_of(peak=1e9, flops_per_row=50.0)} == {50.0}
 
 
-def test_what_hinders_a_count_is_told() -> None:
+def test_what_hinders_a_count_is_reported() -> None:
     class Own(Trainer):
         def training_step(self, batch):
             return self.loss(self.model(batch[0]), batch[1])
@@ -117,12 +117,12 @@ def test_what_hinders_a_count_is_told() -> None:
     assert [one.note for one in speeds_of()][:1] == ["the peak of cpu is not known: Throughput(peak=...)"]
     assert "steps of your own" in speeds_of(cls=Own, peak=1e9)[0].note
     assert "split of your own" in speeds_of(cls=Apart, peak=1e9)[0].note
-    told, model = Told(), Reads(4, 3)
+    reported, model = Reported(), Reads(4, 3)
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
-    trainer = Trainer(model, sgd, nn.CrossEntropyLoss(), console=False, observers=[Throughput(peak=1e9), told])
+    trainer = Trainer(model, sgd, nn.CrossEntropyLoss(), console=False, observers=[Throughput(peak=1e9), reported])
     trainer.fit((x, y), batch_size=8, epochs=1)
-    assert "does not run on the meta device (" in told.speeds[0].note
-    assert told.speeds[0].mfu is None
+    assert "does not run on the meta device (" in reported.speeds[0].note
+    assert reported.speeds[0].mfu is None
     assert speeds_of(cls=Own, peak=1e9, flops_per_row=9)[0].mfu is not None
 
 
@@ -136,7 +136,7 @@ def test_memory_is_counted_by_kind() -> None:
         assert memory["process"] > 10 * 2**20
 
 
-def test_what_bounds_a_run_is_told_where_it_can_be() -> None:
+def test_what_bounds_a_run_is_reported_where_it_can_be() -> None:
     assert a_speed().bound == ""  # on a CPU host and device are one
     assert a_speed(data_seconds=0.2).bound == "input"
     assert a_speed(looks=4, busy=3, data_seconds=0.1).bound == "compute"
@@ -153,11 +153,11 @@ def test_stretches_add_up() -> None:
 
 def test_a_resumed_run_measures_what_it_does_itself(tmp_path) -> None:
     def fit(epochs, **settings):
-        told = Told()
-        observers = [Throughput(every=Updates(5)), told, Journal(tmp_path / "run.jsonl")]
+        reported = Reported()
+        observers = [Throughput(every=Updates(5)), reported, Journal(tmp_path / "run.jsonl")]
         trainer = made(observers=observers, checkpoint=Checkpoint(tmp_path / "run", every=Updates(4)))
         trainer.fit(batches((x, y), 4, shuffle=True, seed=0), epochs=epochs, **settings)
-        return [one.update for one in told.speeds]
+        return [one.update for one in reported.speeds]
 
     assert fit(1) == [5, 10, 12]
     assert fit(2, resume="auto") == [15, 20, 24]
@@ -169,10 +169,14 @@ def test_the_console_tells_it_after_the_row_of_an_epoch_and_once_why_a_number_is
     stream = io.StringIO()
     made(console=Console(stream), observers=[Throughput(every=Updates(5))]).fit((x, y), batch_size=4, epochs=2)
     lines = stream.getvalue().splitlines()
-    told = [i for i, line in enumerate(lines) if line.startswith(" speed ")]
-    assert len(told) == 2
-    assert lines[told[0] - 1].split()[:2] == ["1", "12"]
-    assert "rows/s · " in lines[told[0]] and "updates/s" in lines[told[0]] and "waiting for data" in lines[told[0]]
+    reported = [i for i, line in enumerate(lines) if line.startswith(" speed ")]
+    assert len(reported) == 2
+    assert lines[reported[0] - 1].split()[:2] == ["1", "12"]
+    assert (
+        "rows/s · " in lines[reported[0]]
+        and "updates/s" in lines[reported[0]]
+        and "waiting for data" in lines[reported[0]]
+    )
     assert stream.getvalue().count("no MFU: the peak of cpu is not known") == 1
     assert "parameters 252 B" in stream.getvalue()
     stream = io.StringIO()
@@ -219,7 +223,7 @@ def test_nothing_is_called_for_it_between_two_turns() -> None:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "reported"),
     [
         ({"every": Seconds(1)}, "would ask the clock at every update"),
         ({"every": Epochs(0.5)}, "whole epochs"),
@@ -229,15 +233,15 @@ def test_nothing_is_called_for_it_between_two_turns() -> None:
         ({"peak": float("inf")}, "a number above 0"),
     ],
 )
-def test_settings_that_cannot_be_are_refused(given, told) -> None:
-    with pytest.raises(SettingError, match=told):
+def test_settings_that_cannot_be_are_refused(given, reported) -> None:
+    with pytest.raises(SettingError, match=reported):
         Throughput(**given)
 
 
 def on_ranks(only_first: bool) -> list[Any]:
     torch.manual_seed(0)
-    model, told = nn.Linear(4, 3), Told()
-    asked = [Throughput(every=Updates(3), peak=1e9), told]
+    model, reported = nn.Linear(4, 3), Reported()
+    asked = [Throughput(every=Updates(3), peak=1e9), reported]
     trainer = Trainer(
         model,
         torch.optim.SGD(model.parameters(), lr=0.1),
@@ -247,7 +251,7 @@ def on_ranks(only_first: bool) -> list[Any]:
         observers=asked if not only_first or torch.distributed.get_rank() == 0 else [],
     )
     trainer.fit(batches((torch.randn(50, 4), torch.arange(50) % 3), 8), epochs=2)
-    return [(one.update, one.rows, one.flops_per_row, one.peak, one.note) for one in told.speeds]
+    return [(one.update, one.rows, one.flops_per_row, one.peak, one.note) for one in reported.speeds]
 
 
 @pytest.mark.slow

@@ -1,4 +1,4 @@
-"""Gradients whose shards lie on several processes: what is not finite on one is told on all, norms are of the whole."""
+"""Gradients in shards of several processes: what is not finite on one is reported on all, norms are of the whole."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def flags(element: int, value: float) -> list[float]:
         if first + index == element:
             place.fill_(value)
     gradients = made(parameters)
-    told = float(gradients.multiply_and_check(2.0))
+    reported = float(gradients.multiply_and_check(2.0))
     gradients.lower_flags()
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter.grad)
-    return [told, float(gradients.multiply_and_check())]
+    return [reported, float(gradients.multiply_and_check())]
 
 
 @pytest.mark.parametrize("value", [nan, inf])
 @pytest.mark.parametrize("element", [0, 9])
-def test_what_is_not_finite_on_one_process_is_told_on_all(element: int, value: float) -> None:
+def test_what_is_not_finite_on_one_process_is_reported_on_all(element: int, value: float) -> None:
     assert pool(2).run(flags, element, value) == [[1.0, 0.0]] * 2
 
 

@@ -81,7 +81,7 @@ def test_lars_is_that_of_a_published_package(momentum, nesterov):
 def test_lamb_is_that_of_a_published_package(decay):
     """There, moments are not corrected, all parameters are adapted, |w| is at most 10, and eps is added to |u| too.
 
-    Its rate is divided by the correction of the first moment, unless it is told `adam_debias`.
+    Its rate is divided by the correction of the first moment, unless it is given `adam_debias`.
     """
     ours, theirs = pair()
     with torch.no_grad():

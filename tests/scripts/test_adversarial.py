@@ -72,11 +72,11 @@ def rng_put_back(by):
 
 
 def test_adversarial_training_gives_what_its_plain_loop_gives():
-    plain, told = rng_put_back(by_hand)
+    plain, reported = rng_put_back(by_hand)
     model, history = rng_put_back(by_trainer)
-    assert_near_history(history, told)
+    assert_near_history(history, reported)
     assert_same_weights(model, plain)
-    assert told[-1]["val_accuracy"] > 0.5
+    assert reported[-1]["val_accuracy"] > 0.5
 
 
 def test_adversarial_training_is_no_longer_than_its_plain_loop():

@@ -84,10 +84,10 @@ def by_trainer(model, queue, loader, epochs):
 
 def test_contrast_with_a_queue_gives_what_its_plain_loop_gives():
     plain, queue, loader = start()
-    told, theirs = by_hand(plain, queue, loader, 4)
+    reported, theirs = by_hand(plain, queue, loader, 4)
     model, queue, loader = start()
     history, ours = by_trainer(model, queue, loader, 4)
-    assert_near_history(history, told)
+    assert_near_history(history, reported)
     assert_same_weights(model, plain)
     assert torch.equal(ours, theirs)
 

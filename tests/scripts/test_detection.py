@@ -140,7 +140,7 @@ def test_a_metric_of_several_numbers_is_one_number_per_key():
     assert (row["val_found_share"], row["val_found_there"]) == (alone.compute(), alone.there)
 
 
-def test_a_detector_without_a_validation_step_is_told_to_have_one():
+def test_a_detector_without_a_validation_step_gets_the_advice_to_have_one():
     class Forgets(Trainer):
         training_step = DetectionTrainer.training_step
 

@@ -108,7 +108,7 @@ def test_a_batch_of_graphs_is_its_plain_loop():
     assert torch.equal(output, outputs)
 
 
-def test_graphs_without_a_collate_function_are_told_to_have_one():
+def test_graphs_without_a_collate_function_get_the_advice_to_have_one():
     graphs = [Graph(torch.randn(3, 4), torch.zeros(2, 1, dtype=torch.long), torch.zeros(3, dtype=torch.long))] * 6
     trainer = GraphTrainer(model := made(GraphNet), torch.optim.Adam, nn.CrossEntropyLoss(), console=False)
     with pytest.raises(TypeError, match="default_collate") as caught:

@@ -75,9 +75,9 @@ def by_trainer(policy, updates, accumulate=1):
 
 def test_policy_gradient_gives_what_its_plain_loop_gives():
     plain = start()
-    told = by_hand(plain, 40)
+    reported = by_hand(plain, 40)
     policy = start()
-    assert_near_history(by_trainer(policy, 40), told)
+    assert_near_history(by_trainer(policy, 40), reported)
     assert_same_weights(policy, plain)
     with torch.no_grad():
         before, after = (play(one, 500)[0][-500:, 0].abs().mean() for one in (start(), policy))
@@ -86,9 +86,9 @@ def test_policy_gradient_gives_what_its_plain_loop_gives():
 
 def test_policy_gradient_over_two_plays_of_one_policy_gives_what_its_plain_loop_gives():
     plain = start()
-    told = by_hand(plain, 10, accumulate=2)
+    reported = by_hand(plain, 10, accumulate=2)
     policy = start()
-    assert_near_history(by_trainer(policy, 10, accumulate=2), told)
+    assert_near_history(by_trainer(policy, 10, accumulate=2), reported)
     assert_same_weights(policy, plain)
 
 

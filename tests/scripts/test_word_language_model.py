@@ -107,11 +107,11 @@ def by_trainer(model, train, val, epochs):
 
 def test_a_carried_state_gives_what_its_plain_loop_gives():
     plain, train, val = start()
-    told = by_hand(plain, train, val, 6)
+    reported = by_hand(plain, train, val, 6)
     model, train, val = start()
-    assert_near_history(by_trainer(model, train, val, 6), told)
+    assert_near_history(by_trainer(model, train, val, 6), reported)
     assert_same_weights(model, plain)
-    assert told[-1]["val_loss"] < told[0]["val_loss"] and told[-1]["lr"] < told[0]["lr"]
+    assert reported[-1]["val_loss"] < reported[0]["val_loss"] and reported[-1]["lr"] < reported[0]["lr"]
 
 
 def test_evaluations_in_the_middle_of_an_epoch_leave_the_carried_state_alone():

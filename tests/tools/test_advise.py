@@ -256,8 +256,8 @@ def test_a_slow_loader_is_found_with_the_cure_that_pays(waiting):
 
 
 def test_the_report_names_the_techniques_compared_on_updates_that_read_the_data(waiting, ready_made):
-    (told,) = [line for line in str(waiting).splitlines() if line.startswith(" of what")]
-    assert "in memory" in told.split(";")[0] and "ready batches" in told.split(";")[1]
+    (reported,) = [line for line in str(waiting).splitlines() if line.startswith(" of what")]
+    assert "in memory" in reported.split(";")[0] and "ready batches" in reported.split(";")[1]
     assert not [line for line in str(ready_made[0]).splitlines() if line.startswith(" of what")]
 
 

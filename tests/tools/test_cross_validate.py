@@ -146,8 +146,8 @@ def test_mean_and_deviation_are_those_of_the_folds_and_the_record_is_plain_data(
     values = [fold.numbers["accuracy"] for fold in found.folds]
     assert found.mean["accuracy"] == pytest.approx(np.mean(values)) and set(found.mean) == {"loss", "accuracy"}
     assert found.std["accuracy"] == pytest.approx(np.std(values, ddof=1))
-    told = json.loads(json.dumps(found.to_dict()))
-    assert told["mean"] == found.mean and told["folds"][1]["rows"] == found.folds[1].rows.tolist()
+    reported = json.loads(json.dumps(found.to_dict()))
+    assert reported["mean"] == found.mean and reported["folds"][1]["rows"] == found.folds[1].rows.tolist()
     table = str(found).splitlines()
     assert table[0].split() == ["fold", "rows", "loss", "accuracy", "epochs", "time"]
     assert len(table) == 6 and table[-1].split()[0] == "std"
@@ -309,7 +309,7 @@ def test_rows_and_groups_on_both_sides_are_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "reported"),
     [
         ({"folds": 1}, "from 2 to 60"),
         ({"folds": "five"}, "a number, a splitter of scikit-learn"),
@@ -327,10 +327,10 @@ def test_rows_and_groups_on_both_sides_are_refused() -> None:
         ({"data": batches((x, y), 8)}, "no data set of rows"),
     ],
 )
-def test_what_cannot_be_is_refused(settings: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_is_refused(settings: dict[str, Any], reported: str) -> None:
     given: dict[str, Any] = {"make_trainer": make_trainer, "data": (x, y), "folds": 2, **ADVICE, **settings}
     places = [given.pop(name) for name in ("make_trainer", "data", "folds")]
-    with pytest.raises((SettingError, DataError), match=told):
+    with pytest.raises((SettingError, DataError), match=reported):
         cross_validate(*places, **given)
 
 

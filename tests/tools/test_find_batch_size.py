@@ -52,7 +52,7 @@ def found(monkeypatch, trainer, formula=straight, free=10_000, data=None, **how)
     monkeypatch.setitem(runtime_peaks.PEAKS, "cpu", lambda device, known: Formula(trainer.model, formula, free))
     made = find_batch_size(trainer, (X, Y) if data is None else data, **{"batch_size": 8, **how})
     assert isinstance(made, LargestBatch) and len(made.trials) <= MOST_TRIALS
-    assert made.rows in [one.rows for one in made.trials if one.fits]  # what is told was tried
+    assert made.rows in [one.rows for one in made.trials if one.fits]  # what is reported was tried
     return made
 
 

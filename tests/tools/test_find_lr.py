@@ -164,9 +164,9 @@ def test_the_suggested_rate_trains_better_than_others(maker):
 
 
 def test_rates_too_low_to_learn_suggest_none():
-    with pytest.warns(UserWarning, match="suggests no rate: the loss falls by no more than") as told:
+    with pytest.warns(UserWarning, match="suggests no rate: the loss falls by no more than") as reported:
         found = find_lr(made(), batches(rows(), 16, shuffle=True, seed=0), lowest=1e-12, highest=1e-9)
-    assert told[0].filename == __file__
+    assert reported[0].filename == __file__
     assert (found.suggestion, found.steepest, found.tenth) == (None, None, None)
 
 

@@ -367,8 +367,8 @@ def test_inputs_are_judged_by_the_rule(scale: float, offset: float, problem: boo
 def test_a_finding_on_inputs_names_their_mean_and_standard_deviation() -> None:
     batches = shifted(50, 200)
     seen = torch.cat([x for x, _ in batches])
-    told = found(trainer_of(perceptron()), batches)[NAME].what
-    assert f"mean {seen.mean():.3g}, standard deviation {seen.std():.3g}" in told
+    reported = found(trainer_of(perceptron()), batches)[NAME].what
+    assert f"mean {seen.mean():.3g}, standard deviation {seen.std():.3g}" in reported
 
 
 def test_one_feature_out_of_scale_among_many_is_found() -> None:

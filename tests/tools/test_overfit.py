@@ -17,16 +17,16 @@ from trainwright.tools import overfit_batches, smoke_run
 def test_a_model_that_can_learn_gets_its_loss_to_near_zero() -> None:
     trainer = made(accumulate=4, clip=1.0)
     trainer.optimizer.param_groups[0]["lr"] = 0.05
-    told = overfit_batches(trainer, data(), 2)
-    assert told.fell and told.batches == 2 and told.updates == 2 * len(told.losses) < 300
-    assert told.losses[-1] <= 0.05 * told.losses[0] and told.losses[-2] <= 0.05 * told.losses[0]
-    assert not told.untrained and "can learn" in str(told)
+    reported = overfit_batches(trainer, data(), 2)
+    assert reported.fell and reported.batches == 2 and reported.updates == 2 * len(reported.losses) < 300
+    assert reported.losses[-1] <= 0.05 * reported.losses[0] and reported.losses[-2] <= 0.05 * reported.losses[0]
+    assert not reported.untrained and "can learn" in str(reported)
 
 
-def test_what_is_told_is_plain_data() -> None:
-    told = overfit_batches(made(), data(), 1, updates=3)
-    tree = json.loads(json.dumps(told.to_dict()))
-    assert tree["losses"] == list(told.losses) and tree["fell"] is told.fell
+def test_what_is_reported_is_plain_data() -> None:
+    reported = overfit_batches(made(), data(), 1, updates=3)
+    tree = json.loads(json.dumps(reported.to_dict()))
+    assert tree["losses"] == list(reported.losses) and tree["fell"] is reported.fell
     ran = smoke_run(made(), data())
     tree = json.loads(json.dumps(ran.to_dict()))
     assert tree["losses"] == list(ran.losses) and tree["numbers"] == dict(ran.numbers)
@@ -36,7 +36,7 @@ def test_the_losses_are_those_of_a_plain_loop_on_the_same_batches() -> None:
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
-    told = overfit_batches(trainer, batches((x, y), 5, shuffle=False), 2, updates=8)
+    reported = overfit_batches(trainer, batches((x, y), 5, shuffle=False), 2, updates=8)
     optimizer, losses = torch.optim.SGD(model.parameters(), lr=0.1), []
     for _ in range(4):
         each = []
@@ -47,10 +47,10 @@ def test_the_losses_are_those_of_a_plain_loop_on_the_same_batches() -> None:
             optimizer.step()
             each.append(loss.item())
         losses.append(sum(each) / 2)
-    assert told.losses == pytest.approx(losses, rel=1e-6) and told.updates == 8
+    assert reported.losses == pytest.approx(losses, rel=1e-6) and reported.updates == 8
 
 
-def test_a_loss_that_stays_and_what_no_gradient_reaches_are_told() -> None:
+def test_a_loss_that_stays_and_what_no_gradient_reaches_are_reported() -> None:
     class Cut(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -62,18 +62,18 @@ def test_a_loss_that_stays_and_what_no_gradient_reaches_are_told() -> None:
     torch.manual_seed(0)
     model = Cut()
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.5), nn.CrossEntropyLoss(), console=False)
-    told = overfit_batches(trainer, data(8), updates=40)
-    assert not told.fell and told.updates == 40
-    assert told.untrained == ("body.weight", "body.bias", "head.weight")
-    shown = str(told)
+    reported = overfit_batches(trainer, data(8), updates=40)
+    assert not reported.fell and reported.updates == 40
+    assert reported.untrained == ("body.weight", "body.bias", "head.weight")
+    shown = str(reported)
     assert "does not memorize them" in shown and "no gradient reaches body.weight" in shown
     assert "learning rate 5.00e-1" in shown
 
 
-def test_a_loss_that_falls_still_is_told_as_one() -> None:
-    told = overfit_batches(made(), data(), updates=20)
-    assert not told.fell and told.losses[-1] < told.losses[0]
-    assert "falling still: overfit_batches(..., updates=80)" in str(told) and "find_lr" not in str(told)
+def test_a_loss_that_falls_still_is_reported_as_one() -> None:
+    reported = overfit_batches(made(), data(), updates=20)
+    assert not reported.fell and reported.losses[-1] < reported.losses[0]
+    assert "falling still: overfit_batches(..., updates=80)" in str(reported) and "find_lr" not in str(reported)
 
 
 def test_a_loss_that_is_not_finite_is_no_success() -> None:
@@ -81,9 +81,9 @@ def test_a_loss_that_is_not_finite_is_no_success() -> None:
         def training_step(self, batch: Any) -> Any:
             return super().training_step(batch) * [1.0, 1e-3, float("nan")][self.progress.updates]
 
-    told = overfit_batches(made(Diverges), data())
-    assert not told.fell and len(told.losses) == 2 and told.losses[1] < 0.01 * told.losses[0]
-    assert "update 3" in told.error and told.error in str(told)
+    reported = overfit_batches(made(Diverges), data())
+    assert not reported.fell and len(reported.losses) == 2 and reported.losses[1] < 0.01 * reported.losses[0]
+    assert "update 3" in reported.error and reported.error in str(reported)
 
 
 def test_dropout_is_off_inside_and_on_again_after() -> None:

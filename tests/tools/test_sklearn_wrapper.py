@@ -151,7 +151,7 @@ def test_rows_to_validate_on_are_put_aside_by_class() -> None:
     assert "val_loss" in fitted.history_[-1] and fitted.trainer_params["early_stopping"].patience == 2
 
 
-def test_probabilities_are_told_where_the_loss_has_them() -> None:
+def test_probabilities_are_reported_where_the_loss_has_them() -> None:
     class LogNet(Net):
         def forward(self, inputs: Tensor) -> Tensor:
             return super().forward(inputs).log_softmax(1)

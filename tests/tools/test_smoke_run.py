@@ -64,16 +64,16 @@ def test_everything_is_run_and_nothing_is_saved(tmp_path: Path) -> None:
         early_stopping=EarlyStopping("val_loss", patience=2),
         checkpoint=Checkpoint(tmp_path / "kept"),
     )
-    told = smoke_run(trainer, data(), data(20))
+    reported = smoke_run(trainer, data(), data(20))
     assert Own.called == ["begin", "update", "update", "update", "end"]
-    assert told.updates == 3 and len(told.losses) == 3 and not told.skipped
-    assert {"loss", "accuracy", "val_loss", "val_accuracy", "lr"} <= set(told.numbers)
-    shown = str(told)
+    assert reported.updates == 3 and len(reported.losses) == 3 and not reported.skipped
+    assert {"loss", "accuracy", "val_loss", "val_accuracy", "lr"} <= set(reported.numbers)
+    shown = str(reported)
     for what in ("2 micro-batches per update", "schedule", "average", "early stopping", "metrics accuracy"):
         assert what in shown
     assert "validation of 2 batches" in shown and "up to its file: model, " in shown
     assert "hooks begin_epoch, end_epoch, after_update" in shown
-    assert not told.left_out
+    assert not reported.left_out
     assert not (tmp_path / "kept").exists() or not list((tmp_path / "kept").rglob("update-*"))
 
 
@@ -96,17 +96,17 @@ def test_state_that_no_checkpoint_can_hold_shows_at_once(tmp_path: Path) -> None
         smoke_run(made(Holds, checkpoint=Checkpoint(tmp_path)), data())
 
 
-def test_what_needs_a_longer_run_is_told_and_left_out() -> None:
-    told = smoke_run(made(schedule=WarmupStableDecay(warmup=Updates(100), decay=Updates(100))), data())
-    assert told.updates == 3
-    assert told.left_out[0].startswith("schedule, in so short a run: ")
+def test_what_needs_a_longer_run_is_reported_and_left_out() -> None:
+    reported = smoke_run(made(schedule=WarmupStableDecay(warmup=Updates(100), decay=Updates(100))), data())
+    assert reported.updates == 3
+    assert reported.left_out[0].startswith("schedule, in so short a run: ")
     with pytest.raises(SettingError, match="val_los"):
         smoke_run(made(early_stopping=EarlyStopping("val_los", mode="min", patience=2)), data(), data())
     watches = smoke_run(made(early_stopping=EarlyStopping("val_loss", patience=2)), data())
     assert "early stopping: it watches val_loss" in watches.left_out
 
 
-def test_several_sets_observers_and_what_is_missing_are_told() -> None:
+def test_several_sets_observers_and_what_is_missing_are_reported() -> None:
     class Mine(Observer):
         seen = 0
 
@@ -114,10 +114,10 @@ def test_several_sets_observers_and_what_is_missing_are_told() -> None:
             self.seen += 1
 
     mine = Mine()
-    told = smoke_run(made(observers=[mine]), (x, y), {"a": data(20), "b": (x, y)}, batch_size=8, updates=2)
-    assert "validation of 2 sets" in str(told) and {"val_a_loss", "val_b_loss"} <= set(told.numbers)
-    assert told.left_out == ("saving: there is no checkpoint slot", "observers Mine")
-    assert not mine.seen and told.updates == 2
+    reported = smoke_run(made(observers=[mine]), (x, y), {"a": data(20), "b": (x, y)}, batch_size=8, updates=2)
+    assert "validation of 2 sets" in str(reported) and {"val_a_loss", "val_b_loss"} <= set(reported.numbers)
+    assert reported.left_out == ("saving: there is no checkpoint slot", "observers Mine")
+    assert not mine.seen and reported.updates == 2
     assert "validation: smoke_run(trainer, train, val) runs it" in smoke_run(made(), data()).left_out
 
 

@@ -147,11 +147,11 @@ def test_what_comes_after_a_trial_is_what_would_have_come_without():
 
 
 def test_a_variant_trains_the_same_model_by_its_own_settings_and_numbers():
-    told = []
+    reported = []
 
     class Tells(Observer):
         def on_update(self, update):
-            told.append(update.loss)
+            reported.append(update.loss)
 
     trainer = make(metrics={"accuracy": accuracy}, clip=1.0, precision="bf16", observers=[Tells()])
     twin = variant(trainer, precision=None, accumulate=2)
@@ -161,7 +161,7 @@ def test_a_variant_trains_the_same_model_by_its_own_settings_and_numbers():
     assert (twin.precision, twin.accumulate, twin.clip) == (None, ((0, 2),), trainer.clip)
     with traceless(trainer):
         result = twin.fit(rows(), batch_size=8, max_updates=2)
-        assert (trainer.history, trainer.progress.updates, told) == ([], 0, [])  # before it is put back
+        assert (trainer.history, trainer.progress.updates, reported) == ([], 0, [])  # before it is put back
     assert result.updates == 2
 
 
@@ -225,7 +225,7 @@ class Odd(nn.Linear):
             self.seen.add_(noise)
         return super().forward(x) * self.scale[0] + noise
 
-    def told(self):
+    def reported(self):
         one, other, third = self.generators
         states = one.get_state().tolist(), str(other.bit_generator.state), third.getstate()
         called = getattr(self, "calls", None)
@@ -238,12 +238,12 @@ def test_a_trial_puts_back_slots_queues_arrays_generators_and_expanded_buffers(t
     trainer = Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
     if trained:
         trainer.fit(rows(), batch_size=8, epochs=1)
-    before = model.told()
+    before = model.reported()
     with traceless(trainer):
         variant(trainer).fit(rows(), batch_size=8, epochs=1)
         model.scale.data = torch.zeros(5)
-        assert model.told() != before
-    assert model.told() == before
+        assert model.reported() != before
+    assert model.reported() == before
     assert model.scale.tolist() == [1.0] * 5
 
 

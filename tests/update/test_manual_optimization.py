@@ -1,4 +1,4 @@
-"""Updates of the user's own: what they return is told, what they forget is named, what they step is counted."""
+"""Updates of the user's own: what they return is reported, what they forget is named, what they step is counted."""
 
 import itertools
 import math
@@ -17,9 +17,9 @@ y = torch.arange(24) % 3
 def made(cls=Trainer, **settings):
     torch.manual_seed(0)
     model = nn.Linear(4, 3)
-    told = Records()
-    settings = {"console": False, "observers": [told], **settings}
-    return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), **settings), told
+    reported = Records()
+    settings = {"console": False, "observers": [reported], **settings}
+    return cls(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), **settings), reported
 
 
 def test_an_update_that_never_steps_is_named():
@@ -38,9 +38,9 @@ def test_an_update_without_a_loss_does_not_report_that_of_the_last_one():
         def update(self, window):
             return super().update(window) if self.progress.updates == 0 else self.optimizer.step()
 
-    trainer, told = made(Silent)
+    trainer, reported = made(Silent)
     trainer.fit(batches((x, y), 8), epochs=1)
-    assert math.isfinite(told.updates[0].loss) and all(math.isnan(update.loss) for update in told.updates[1:])
+    assert math.isfinite(reported.updates[0].loss) and all(math.isnan(update.loss) for update in reported.updates[1:])
 
 
 def test_a_group_added_inside_an_epoch_is_zeroed_and_clipped_at_once():
@@ -122,6 +122,6 @@ def test_a_window_that_a_custom_update_leaves_out_is_not_reported_as_skipped():
                 self.optimizer.step()
             return loss
 
-    trainer, told = made(EverySecond)
+    trainer, reported = made(EverySecond)
     result = trainer.fit(batches((x, y), 6), epochs=1)
-    assert not any(update.skipped for update in told.updates) and (result.skipped, result.updates) == (0, 2)
+    assert not any(update.skipped for update in reported.updates) and (result.skipped, result.updates) == (0, 2)

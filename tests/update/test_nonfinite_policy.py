@@ -89,12 +89,12 @@ def test_without_clip_the_error_has_no_norm():
 
 @pytest.mark.parametrize("cls", [Poisoned, GradientOnly])
 def test_skip_holds_back_one_update_and_trains_on_as_if_its_batch_were_not_there(cls):
-    told = Records()
-    trainer = make(cls, on_nonfinite="skip", observers=[told])
+    reported = Records()
+    trainer = make(cls, on_nonfinite="skip", observers=[reported])
     result = trainer.fit(data(), epochs=1)
     assert (result.updates, result.skipped) == (5, 1)
-    assert [update.skipped for update in told.updates] == [False, False, False, True, False, False]
-    assert [update.update for update in told.updates] == [1, 2, 3, 3, 4, 5]
+    assert [update.skipped for update in reported.updates] == [False, False, False, True, False, False]
+    assert [update.update for update in reported.updates] == [1, 2, 3, 3, 4, 5]
     model = make().model
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     for index, (x, y) in enumerate(data()):
@@ -121,7 +121,7 @@ def test_the_gradient_is_checked_before_it_is_clipped():
         make(GradientOnly, clip=ClipValue(0.1)).fit(data(), epochs=1)
 
 
-def test_a_mean_of_the_users_own_is_told_of_sum():
+def test_a_mean_of_the_users_own_gets_the_advice_to_use_sum():
     with pytest.raises(NonFiniteError, match=r"return SumLoss\(total, count\)"):
         make().fit(data(), epochs=1)
 

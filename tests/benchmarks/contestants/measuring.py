@@ -103,7 +103,7 @@ def _rounds(contestants: list[Contestant], rounds: int, once: Any) -> dict[str, 
                 gc.collect()  # nor for what the one before left
             try:
                 once(one, times, number > 0)
-            except Exception as error:  # anything that another library may raise: it is told in the table
+            except Exception as error:  # anything that another library may raise: it is reported in the table
                 times.failed = f"{type(error).__name__}: {error}".splitlines()[0][:200]
     gc.unfreeze()
     return found

@@ -55,8 +55,8 @@ class Rounds:
             return
         try:
             self._once(one, runs, timed=timed)
-        except Exception as error:  # anything that another library may raise: it is told in the table
-            runs.failed = _told(error)
+        except Exception as error:  # anything that another library may raise: it is reported in the table
+            runs.failed = _reported(error)
 
     def _once(self, one: Contestant, runs: Runs, *, timed: bool) -> None:
         task, device = self._task(one), self.task.device
@@ -96,7 +96,7 @@ class Rounds:
         try:
             runs.syncs = waits(self._task(one), one.train)
         except Exception as error:  # as above
-            runs.failed = f"profiled: {_told(error)}"
+            runs.failed = f"profiled: {_reported(error)}"
 
 
 def waits(task: Task, train: Callable[[Task, Clock], nn.Module]) -> dict[str, float]:
@@ -117,7 +117,7 @@ def waits(task: Task, train: Callable[[Task, Clock], nn.Module]) -> dict[str, fl
     return {name: count / task.updates for name, count in counted.items()}
 
 
-def _told(error: Exception) -> str:
+def _reported(error: Exception) -> str:
     """An error in one line, as a table has them."""
     return " ".join(f"{type(error).__name__}: {error}".replace("|", "/").split())[:400]
 

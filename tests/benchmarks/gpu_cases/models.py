@@ -100,7 +100,7 @@ def packed_attention(q: Tensor, k: Tensor, v: Tensor, *, starts: Tensor, longest
 
 @cache
 def _causal() -> dict[str, Any]:
-    """How `varlen_attn` is told to be causal: by a flag in torch 2.10, by a window in later ones."""
+    """How `varlen_attn` is made causal: by a flag in torch 2.10, by a window in later ones."""
     from torch.nn.attention.varlen import varlen_attn
 
     windowed = "window_size" in inspect.signature(varlen_attn).parameters

@@ -1,4 +1,4 @@
-"""What becomes of a job under torchrun whose processes are killed, fail or are told to end."""
+"""What becomes of a job under torchrun whose processes are killed, fail or are asked to end."""
 
 from __future__ import annotations
 
@@ -34,14 +34,14 @@ def test_a_job_that_is_killed_three_times_ends_as_one_that_never_was(undisturbed
     job = run(tmp_path / "job", plan, limit=LIMIT)
     assert job.kills == ["backward", "save", "validation"], job.output
     assert judged(undisturbed, job).word == "ok", (judged(undisturbed, job), job.output)
-    begins = [line["update"] for line in job.told[1] if line["what"] == "begins"]
+    begins = [line["update"] for line in job.reported[1] if line["what"] == "begins"]
     assert len(begins) == 4 and begins == sorted(begins) and begins[1] > 15, "each attempt resumes from a checkpoint"
 
 
 def test_an_error_on_one_rank_ends_the_job_within_seconds_and_the_other_names_it(tmp_path: Path) -> None:
     plan = [{"attempt": 0, "rank": 1, "do": "raise", "at": "update", "number": 10}]
     job = run(tmp_path / "job", plan, restarts=0, limit=LIMIT)
-    planned = next(line["time"] for line in job.told[1] if line["what"] == "planned")
+    planned = next(line["time"] for line in job.reported[1] if line["what"] == "planned")
     own = [line for line in job.output.splitlines() if line.startswith("[rank1]:")]
     other = [line for line in job.output.splitlines() if line.startswith("[rank0]:")]
     assert job.code == 1
@@ -59,13 +59,13 @@ def test_a_signal_to_torchrun_ends_all_processes_after_the_same_update_with_a_sa
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(SCRIPT)]
     slow = [{"attempt": 0, "rank": rank, "do": "slow", "at": "update", "number": 7} for rank in range(2)]
     with started([*command, str(directory), json.dumps(slow)], directory / "log") as process:
-        wait_for(directory / "told-0.jsonl", "planned", process.pid)
+        wait_for(directory / "reported-0.jsonl", "planned", process.pid)
         process.send_signal(signal.SIGTERM)
         assert process.wait(LIMIT) != 0
-    lines = [json.loads(line) for line in (directory / "told-0.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in (directory / "reported-0.jsonl").read_text().splitlines()]
     stopped = lines[-1]
     assert stopped["what"] == "stopped" and stopped["code"] == 143, (lines[-3:], (directory / "log").read_text())
-    other = json.loads((directory / "told-1.jsonl").read_text().splitlines()[-1])
+    other = json.loads((directory / "reported-1.jsonl").read_text().splitlines()[-1])
     assert (other["what"], other["update"]) == ("stopped", stopped["update"])
     assert (directory / "run" / f"update-{stopped['update']:010}").exists()
 

@@ -24,7 +24,7 @@ WRITES_WITH_OS = True
 WARM = ("torch._dynamo",)
 
 
-class Told(Trainer[nn.Module]):
+class Reported(Trainer[nn.Module]):
     """Tells of every update; the weights are those after it."""
 
     tell: Tell
@@ -63,7 +63,7 @@ class Slow(TensorDataset):
 def train(task: Task, directory: Path, tell: Tell, *, words: frozenset[str]) -> None:
     """Train with validation, a best and two last checkpoints, so that retention removes some of both."""
     model, watch = task.model(), Watch(tell)
-    trainer = Told(
+    trainer = Reported(
         model,
         task.optimizer(model),
         nn.CrossEntropyLoss(),

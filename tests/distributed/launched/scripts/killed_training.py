@@ -52,7 +52,7 @@ class Planned:
         self.one: dict[str, Any] = mine[0] if mine else {"do": "", "at": "", "number": -1}
         self.seen: dict[str, int] = {}
         self.directory, self.process = directory, os.getpid()
-        self._file = os.open(directory / f"told-{RANK}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
+        self._file = os.open(directory / f"reported-{RANK}.jsonl", os.O_CREAT | os.O_WRONLY | os.O_APPEND, 0o600)
         if self.one["at"] == "save":
             sys.addaudithook(self._audit)
         if self.one["at"] == "time":
