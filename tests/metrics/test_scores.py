@@ -9,7 +9,6 @@ import sklearn.metrics
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sklearn.metrics import f1_score, mean_absolute_error, r2_score, root_mean_squared_error
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +18,15 @@ from trainwright.metrics.metric_set import MetricSet, check_metrics
 from trainwright.metrics.scores import F1, MAE, R2, RMSE
 from trainwright.metrics.totals import Total
 
+
+def of_arrays(score):
+    """A score of scikit-learn for tensors; its version 1.6 refuses them."""
+    return lambda *tensors, **settings: score(*(one.numpy() for one in tensors), **settings)
+
+
+r2_score, f1_score = of_arrays(sklearn.metrics.r2_score), of_arrays(sklearn.metrics.f1_score)
+mean_absolute_error = of_arrays(sklearn.metrics.mean_absolute_error)
+root_mean_squared_error = of_arrays(sklearn.metrics.root_mean_squared_error)
 NEAR = pytest.approx
 UNEVEN = [1, 7, 2, 30, 3]
 
@@ -50,7 +58,8 @@ def test_values_are_scored_as_scikit_learn_scores_all_rows_at_once(metric, refer
     output = target + 0.3 * normal(*shape, seed=5)
     expected = reference(target, output)
     if metric.__class__ is RMSE and shape == (43, 4):
-        expected = math.sqrt(sklearn.metrics.mean_squared_error(target, output))  # theirs is a mean of columns' roots
+        mean_squared_error = of_arrays(sklearn.metrics.mean_squared_error)
+        expected = math.sqrt(mean_squared_error(target, output))  # theirs is a mean of columns' roots
     assert measured(metric, output, target) == NEAR(expected, rel=1e-12)
 
 

@@ -75,7 +75,7 @@ class ByPosition(nn.Module):
 
 # The mistakes.
 
-TWICE = "the outputs are probabilities, and cross entropy takes scores"
+TWICE = "the outputs are probabilities, and cross entropy expects logits"
 
 
 @pytest.mark.parametrize(
@@ -114,7 +114,7 @@ def test_a_softmax_is_reported_for_batches_of_one_row():
 def test_nll_on_what_are_no_log_probabilities_is_reported(end, loss):
     (text,) = warned(net(*end), loss)
     assert (
-        text.startswith("NLLLoss takes log-probabilities, and the outputs are none") and "nn.CrossEntropyLoss()" in text
+        text.startswith("NLLLoss expects log-probabilities, but some outputs") and "nn.CrossEntropyLoss()" in text
     )
 
 
@@ -122,7 +122,7 @@ def test_nll_on_what_are_no_log_probabilities_is_reported(end, loss):
 def test_probabilities_under_bce_with_logits_are_reported(loss):
     (text,) = warned(net(nn.Sigmoid(), outputs=1), loss, YES)
     assert (
-        text.startswith("the outputs are probabilities, and BCEWithLogitsLoss takes logits") and "nn.BCELoss()" in text
+        text.startswith("the outputs are probabilities, and BCEWithLogitsLoss expects logits") and "nn.BCELoss()" in text
     )
 
 

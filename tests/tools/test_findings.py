@@ -146,7 +146,7 @@ def test_softmax_before_cross_entropy_is_found_through_a_reshape_and_log_softmax
     right = nn.Sequential(nn.Linear(6, CLASSES), nn.LogSoftmax(1))
     assert found(trainer_of(right, nn.NLLLoss()), rows()) == {}
     bare = found(trainer_of(nn.Linear(6, CLASSES), nn.NLLLoss()), rows())
-    assert list(bare) == ["input of the loss"] and "NLLLoss takes log-probabilities" in bare["input of the loss"].what
+    assert list(bare) == ["input of the loss"] and "NLLLoss expects log-probabilities" in bare["input of the loss"].what
     softmax = nn.Sequential(nn.Linear(6, CLASSES), nn.Softmax(1))
     assert "input of the loss" in found(trainer_of(softmax, nn.NLLLoss()), rows())
 

@@ -122,7 +122,7 @@ def _under_cross_entropy(output: Tensor, loss: Tensor) -> LossMistake | None:
     if made_by.startswith(_LINEAR) or not _are_distributions(output, made_by):
         return None
     return LossMistake(
-        "the outputs are probabilities, and cross entropy takes scores: it applies a softmax of its own",
+        "the outputs are probabilities, and cross entropy expects logits: it applies softmax itself",
         have=f"outputs {tuple(output.shape)} whose rows sum to 1, none negative",
         want="logits: the scores before the softmax",
         fix="leave the softmax out of the model; output.softmax(1) where probabilities are needed",
@@ -151,7 +151,7 @@ def _under_nll(output: Tensor, loss: Tensor) -> LossMistake | None:
     if not positive and not bool((loss < -1e-4).any()):
         return None
     return LossMistake(
-        "NLLLoss takes log-probabilities, and the outputs are none: some are above 0",
+        "NLLLoss expects log-probabilities, but some outputs are above 0",
         have=f"outputs up to {float(output.max()):.3g}, and a loss of {float(loss.float().mean()):.3g}",
         want="outputs of log_softmax",
         fix="nn.CrossEntropyLoss() for scores; or output.log_softmax(1) at the end of the model",
@@ -164,7 +164,7 @@ def _under_bce(output: Tensor, loss: Tensor) -> LossMistake | None:
     if not made_by.startswith(("Sigmoid", "Hardsigmoid", "Softmax")) or not bool(((output >= 0) & (output <= 1)).all()):
         return None
     return LossMistake(
-        "the outputs are probabilities, and BCEWithLogitsLoss takes logits: it applies a sigmoid of its own",
+        "the outputs are probabilities, and BCEWithLogitsLoss expects logits: it applies sigmoid itself",
         have=f"outputs {tuple(output.shape)} from {float(output.min()):.3g} to {float(output.max()):.3g}",
         want="logits: the scores before the sigmoid",
         fix="leave the sigmoid out of the model; or nn.BCELoss()",

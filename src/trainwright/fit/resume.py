@@ -230,7 +230,7 @@ def _check_progress(progress: Any, manifest: Mapping[str, Any]) -> None:
     position = (counters.earlier_updates + counters.updates, counters.earlier_epochs + counters.epoch)
     if position != (manifest["update"], manifest["epoch"]):
         listed = f"update {manifest['update']} of epoch {manifest['epoch']}"
-        raise FormError(f"the counters say update {position[0]} of epoch {position[1]}, and the manifest {listed}")
+        raise FormError(f"the counters are at update {position[0]} of epoch {position[1]}, the manifest at {listed}")
 
 
 def _check_stage(ended: Any) -> None:

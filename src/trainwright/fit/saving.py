@@ -206,7 +206,7 @@ class RunProgress:
         run.optimizer_steps.load_used_lrs(tree["used_lrs"])
         epochs, counters = tree["epochs"], tree["counters"]
         if sum(number for number, *_ in epochs) > counters["earlier_epochs"] + counters["epoch"] + 1:
-            raise RuntimeError("'epochs' are more than the counters say")  # before a list of that length is built
+            raise RuntimeError("'epochs' lists more epochs than were counted")  # before a list of that length is built
         run.lengths.load_state_dict(epochs)
         if record.path.splits is not None:
             record.path.splits.limit = tree["split_at"]
