@@ -2,7 +2,7 @@
 
 A block right after a comment `<!-- not run: reason -->` is skipped, visibly and for that reason. A text block that
 follows a Python block is what that block prints; `...` in it stands for any text. After a comment
-`<!-- numbers vary -->` only the words are compared.
+`<!-- numbers vary -->` only the words are compared, and so they are in the README and the tutorial.
 """
 
 from __future__ import annotations
@@ -27,6 +27,9 @@ PAGES = [
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if page.parent not in PROGRAMS or page.name == "index.md"),
 ]
 GUIDES = ROOT / "docs" / "guides"
+TUTORIAL = sorted((ROOT / "docs" / "start").glob("*.md"))
+CONSOLE = {ROOT / "README.md", *TUTORIAL}
+"""They show what the console prints, whose numbers depend on the machine."""
 SLOW_TECHNIQUES = (
     "activation_checkpointing",
     "advise",
@@ -39,7 +42,7 @@ FENCE = re.compile(
     r"^(?:<!-- not run: (?P<reason>[^\n]+?) -->\n)?```(?P<language>\w*)[^\n]*\n(?P<code>.*?)^```$", re.M | re.S
 )
 SHOWN = re.compile(r"\n*(?P<vary><!-- numbers vary -->\n)?```text\n(?P<text>.*?)^```$", re.M | re.S)
-NUMBER = re.compile(r"[▁▂▃▄▅▆▇█]+|\d[\d.,]*(?:e[+-]?\d+)?")
+NUMBER = re.compile(r"[▁▂▃▄▅▆▇█]+|torch \S+|\d[\d.,]*(?:e[+-]?\d+)?(?:ms|[kM%s])?")
 WRITTEN_WITH = "2.13"
 """The version of torch whose words and optimizers the output of the pages shows; with earlier ones they only run."""
 OUTPUT_FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
@@ -72,7 +75,7 @@ def blocks(page: Path, text: str | None = None) -> Iterator[Block]:
             shown = SHOWN.match(text, match.end())
             line = text[: match.start("code")].count("\n")
             output, vary = (shown["text"], shown["vary"] is not None) if shown else (None, False)
-            yield Block(page, line, match["code"], match["reason"], output, vary)
+            yield Block(page, line, match["code"], match["reason"], output, vary or page in CONSOLE)
 
 
 def run(block: Block, namespace: dict[str, Any]) -> None:
@@ -97,8 +100,8 @@ def test_the_code_of_a_page_runs_and_prints_what_the_page_shows(
         if block.reason is None:
             run(block, namespace)
             printed = capsys.readouterr().out
-            # Pages of GUIDES only: those of the tutorial and the README have a comparison of their own.
-            if block.shown is not None and GUIDES in page.parents and torch.__version__ >= WRITTEN_WITH:
+            # A block of the tutorial without output prints nothing; elsewhere it may print what the page leaves out.
+            if (block.shown is not None or page in TUTORIAL) and torch.__version__ >= WRITTEN_WITH:
                 assert prints(block, printed), f"{block.name} prints\n{printed}\nand the page shows\n{block.shown}"
 
 

@@ -14,3 +14,10 @@ var Scorer = {
   term: 5,
   partialTerm: 2,
 };
+
+// Sphinx's own splitting, after "W&B" has become a word: it would be the letters W and B.
+var splitQuery = (query) =>
+  query
+    .replace(/\bw&b\b/gi, "wandb")
+    .split(/[^\p{Letter}\p{Number}_\p{Emoji_Presentation}]+/gu)
+    .filter((term) => term);

@@ -1,4 +1,4 @@
-"""What of the house is not in order yet: these lists may only become shorter."""
+"""What is not in order yet: these lists may only become shorter."""
 
 UPWARD = {
     ("protocols", "core.durations"),

@@ -165,7 +165,10 @@ EDITED = {
     "an absurd epoch": (at("progress", "counters", "epoch", value=10**12), "epochs and .* cannot be of"),
     "an absurd batch": (at("progress", "counters", "batch", value=10**12), "cannot be of"),
     "a counter that is a text": (at("progress", "counters", "rows", value="8"), "'rows' is a str"),
-    "counters of another update": (at("progress", "counters", "updates", value=7), "counters are at update 7 .* manifest"),
+    "counters of another update": (
+        at("progress", "counters", "updates", value=7),
+        "counters are at update 7 .* manifest",
+    ),
     "a history of texts": (at("progress", "history", value=["x"]), "'history' is a list"),
     "no counters": (edit(lambda state: state["progress"].pop("counters")), "'counters' is missing"),
     "no progress": (edit(lambda state: state.pop("progress")), "part 'progress' it is a NoneType"),

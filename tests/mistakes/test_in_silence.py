@@ -113,16 +113,15 @@ def test_a_softmax_is_reported_for_batches_of_one_row():
 @pytest.mark.parametrize("loss", [nn.NLLLoss(), F.nll_loss])
 def test_nll_on_what_are_no_log_probabilities_is_reported(end, loss):
     (text,) = warned(net(*end), loss)
-    assert (
-        text.startswith("NLLLoss expects log-probabilities, but some outputs") and "nn.CrossEntropyLoss()" in text
-    )
+    assert text.startswith("NLLLoss expects log-probabilities, but some outputs") and "nn.CrossEntropyLoss()" in text
 
 
 @pytest.mark.parametrize("loss", [nn.BCEWithLogitsLoss(), F.binary_cross_entropy_with_logits])
 def test_probabilities_under_bce_with_logits_are_reported(loss):
     (text,) = warned(net(nn.Sigmoid(), outputs=1), loss, YES)
     assert (
-        text.startswith("the outputs are probabilities, and BCEWithLogitsLoss expects logits") and "nn.BCELoss()" in text
+        text.startswith("the outputs are probabilities, and BCEWithLogitsLoss expects logits")
+        and "nn.BCELoss()" in text
     )
 
 

@@ -132,7 +132,7 @@ class PausedRng:
 
 
 class _NumPy:
-    """NumPy's global generator. Its state is read and set only after a change, since either takes 30 us.
+    """NumPy's global generator. Its state is read and set only after a change, since either takes about 40 us.
 
     `numpy.random` is slow to import and is therefore imported on first use.
     """
