@@ -15,9 +15,10 @@ var Scorer = {
   partialTerm: 2,
 };
 
-// Sphinx's own splitting, after "W&B" has become a word: it would be the letters W and B.
+// Sphinx's own splitting, after other spellings have become the word of the pages: "W&B" would be the letters W and B.
 var splitQuery = (query) =>
   query
-    .replace(/\bw&b\b/gi, "wandb")
+    .replace(/\bw&b\b|\bweights (&|and) biases\b/gi, "wandb")
+    .replace(/\blayer[- ]?wise\b/gi, "per layer")
     .split(/[^\p{Letter}\p{Number}_\p{Emoji_Presentation}]+/gu)
     .filter((term) => term);

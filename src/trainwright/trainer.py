@@ -32,7 +32,7 @@ from trainwright.metrics.metric_set import MetricSet
 from trainwright.observers.console import Console, console_observers
 from trainwright.observers.live import write_line
 from trainwright.optim.clip import as_clip
-from trainwright.optim.named import ONLY, by_name, check_schedulers, make_optimizers
+from trainwright.optim.named import ONLY, by_name, check_schedulers, make_optimizers, warn_of_one_rate
 from trainwright.precision.base import Precision
 from trainwright.precision.mixed_precision import as_precision
 from trainwright.protocols import Clip, Observer, Schedule, Stateful
@@ -163,6 +163,7 @@ class Trainer(Generic[M]):
         self.clip: Any = by_name(clip, as_clip, slot="clip", optimizers=self.optimizers)
         self.schedule: Any = by_name(schedule, arguments.checked_schedule, slot="schedule", optimizers=self.optimizers)
         check_schedulers(self.schedule, self.optimizers)
+        warn_of_one_rate(self.schedule, self.optimizers)
         self.early_stopping = arguments.checked_slot("early_stopping", early_stopping, 'EarlyStopping("val_loss")')
         self.checkpoint = arguments.checked_slot("checkpoint", checkpoint, 'Checkpoint("runs/1")')
         self.average = arguments.checked_slot("average", average, "EMA(0.999)")

@@ -117,7 +117,7 @@ def test_counts_and_reasons_are_reported_at_the_end_and_by_fast_path(capsys):
     assert "1 compiled again: " in note and "grad_mode" in note
     assert trainer.fast_path.startswith("L0, compiled (3 Block") and "2 graphs" in trainer.fast_path
     printed = capsys.readouterr().out
-    assert f"\nfaster: compiles 3 Block by {BACKEND}\n" in printed and "2 graphs" in printed
+    assert f"\nfast path: compiles 3 Block by {BACKEND}\n" in printed and "2 graphs" in printed
 
 
 def test_a_layer_that_is_frozen_later_is_compiled_again_with_its_reason():

@@ -45,7 +45,7 @@ def test_a_class_or_a_partial_is_made_fused_and_stated(given):
     trainer = Trainer(model, given, nn.CrossEntropyLoss(), console=False)
     assert all(group["fused"] for group in trainer.optimizer.param_groups)
     kind = type(trainer.optimizer)
-    assert fast_lines(trainer) == [f"faster: fused {kind.__name__}"]
+    assert fast_lines(trainer) == [f"fast path: fused {kind.__name__}"]
     torch.manual_seed(3)
     theirs = Net()
     made = given(theirs.parameters(), fused=True)
@@ -132,10 +132,10 @@ def test_an_optimizer_that_could_be_fused_is_hinted_at_where_the_run_is_long():
     for chosen in ({"foreach": False}, {"fused": False}):
         assert fast_lines(build(optimizer=partial(torch.optim.AdamW, **chosen)), max_updates=1000) == []
     assert fast_lines(build(optimizer=partial(torch.optim.AdamW, fused=True)), max_updates=1000) == [
-        "faster: fused AdamW"
+        "fast path: fused AdamW"
     ]
     trainer = Trainer(Net(), adamw(lr=0.1), nn.CrossEntropyLoss(), console=False)
-    assert fast_lines(trainer) == ["faster: fused AdamW"]
+    assert fast_lines(trainer) == ["fast path: fused AdamW"]
 
 
 # Layout.

@@ -157,7 +157,7 @@ def test_the_best_weights_are_restored_from_memory_and_from_the_checkpoint(where
     trainer = make(Planned, early_stopping=EarlyStopping("val_loss", patience=3), checkpoint=slot)
     result = trainer.fit(pieces(), pieces(1), epochs=20)
     assert result.epochs == 7
-    assert result.stopped.startswith("val_loss did not improve on 1 (epoch 4) for 3 validations")
+    assert result.stopped.startswith("val_loss did not improve on its best, 1 (epoch 4), for 3 validations")
     assert result.weights == "best of epoch 4" + (" by val_loss" if where == "other number" else "")
     assert torch.equal(trainer.model.weight, trainer.weights[24])
     assert not torch.equal(trainer.model.weight, trainer.weights[42])

@@ -67,7 +67,7 @@ def test_one_standard_error_without_an_error_says_what_to_return():
 
 def test_the_reason_names_number_value_epoch_and_wait():
     watch, _, _ = run(EarlyStopping("val_loss", patience=2), [1.0, 0.13239, 0.2, 0.2])
-    assert watch.stopped == "val_loss did not improve on 0.1324 (epoch 2) for 2 validations"
+    assert watch.stopped == "val_loss did not improve on its best, 0.1324 (epoch 2), for 2 validations"
     assert (watch.best.name, watch.best.value, watch.best.epoch, watch.best.update) == ("val_loss", 0.13239, 2, 20)
     watch, _, _ = run(EarlyStopping("val_loss", patience=1), [NAN])
     assert watch.stopped == "val_loss was never a finite number for 1 validation"
@@ -127,6 +127,22 @@ def test_a_number_that_is_not_produced_is_refused_with_the_near_name():
     assert "Did you mean 'val_loss'?" in str(caught.value)
     assert "one of loss, lr, val_loss" in str(caught.value)
     assert watch.waited == 0
+
+
+@pytest.mark.parametrize(
+    ("monitor", "fix"),
+    [
+        ("val_accuracy", "EarlyStopping('val_accuracy', mode='max')"),
+        ("val_mae", "EarlyStopping('val_mae', mode='min')"),
+        ("val_class_error", "EarlyStopping('val_class_error', mode='min')"),
+        ("val_los", "EarlyStopping('val_loss', mode='min')"),
+    ],
+)
+def test_the_suggested_mode_fits_the_name(monitor, fix):
+    with pytest.raises(SettingError) as caught:
+        EarlyStopping(monitor)
+    assert f"fix   {fix}\n" in str(caught.value)
+    assert ("Did you mean 'val_loss'?" in str(caught.value)) is (monitor == "val_los")
 
 
 def test_mode_may_be_left_out_for_losses_only():

@@ -20,7 +20,7 @@ from trainwright.metrics.totals import Total
 
 
 def of_arrays(score):
-    """A score of scikit-learn for tensors; its version 1.6 refuses them."""
+    """A score of scikit-learn for tensors; its version 1.6.0 refuses them."""
     return lambda *tensors, **settings: score(*(one.numpy() for one in tensors), **settings)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from sklearn.metrics import f1_score
 from torch import nn
 from torch.overrides import _get_current_function_mode
 
-from trainwright import MeanLoss, NonFiniteError, StepOutput, SumLoss, Trainer, accuracy, over_all
+from trainwright import MeanLoss, NonFiniteError, OneCycle, StepOutput, SumLoss, Trainer, accuracy, over_all
+from trainwright.schedules import Cosine, Cyclic
 from trainwright.tools.sklearn_wrapper import SklearnClassifier
 
 G = torch.Generator().manual_seed(0)
@@ -350,3 +352,27 @@ def test_draws_of_a_metric_that_is_asked_again_are_put_back():
     drawn = torch.rand(())
     torch.manual_seed(3)
     assert [torch.rand(()) for _ in range(3)][2] == drawn
+
+
+@pytest.mark.parametrize(
+    ("schedule", "text"),
+    [
+        (OneCycle(max_lr=0.5), "OneCycle(max_lr=0.5) replaces the rates of all groups, 0.01, 0.1: max_lr=[0.01, 0.1]"),
+        (Cyclic(0.1, 1), "Cyclic(max_lr=1) replaces the rates of all groups, 0.01, 0.1: max_lr=[0.01, 0.1]"),
+        (OneCycle(max_lr=[0.05, 0.5]), ""),
+        (Cosine(), ""),
+    ],
+)
+def test_one_rate_for_groups_of_different_rates_is_warned_of_where_the_trainer_is_made(schedule, text):
+    model = net(nn.ReLU(), nn.Linear(3, 3))
+    groups = [{"params": model[0].parameters(), "lr": 0.01}, {"params": model[2].parameters()}]
+    optimizer = torch.optim.SGD(groups, lr=0.1)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(model, optimizer, nn.CrossEntropyLoss(), schedule=schedule, console=False)
+    assert [Path(one.filename) for one in caught] == ([Path(__file__)] if text else [])
+    assert all(str(one.message).startswith(text) for one in caught)
+    alike = torch.optim.SGD([{"params": model[0].parameters()}, {"params": model[2].parameters()}], lr=0.1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Trainer(model, alike, nn.CrossEntropyLoss(), schedule=OneCycle(max_lr=0.5), console=False)

@@ -133,18 +133,29 @@ def test_a_model_of_parts_gets_the_hook_to_override(role):
     assert entry(note, "fix") == fix
 
 
+class Foward(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def foward(self, x):
+        return self.layer(x)
+
+
 def test_a_module_of_ones_own_without_forward_gets_the_advice_to_have_one():
-    class Foward(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = nn.Linear(4, 3)
-
-        def foward(self, x):
-            return self.layer(x)
-
     with pytest.raises(NotImplementedError) as caught:
         make(model=Foward()).fit(pieces(), epochs=1)
     assert entry(caught.value.__notes__[0], "fix") == "def forward(self, ...) in Foward, which has foward()"
+
+
+def test_a_lightning_module_as_the_model_gets_the_parts_to_move():
+    class Lit(Foward):
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    with pytest.raises(NotImplementedError) as caught:
+        make(model=Lit()).fit(pieces(), epochs=1)
+    assert entry(caught.value.__notes__[0], "fix").startswith("Trainer(the network in it, optimizer)")
 
 
 def test_with_the_hooks_that_the_notes_name_it_trains():

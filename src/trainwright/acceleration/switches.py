@@ -30,7 +30,7 @@ def speed_up(trainer: TrainerLike, source: Source, val: Mapping[str, Source], *,
         switched += _speed_up_convolutions(trainer, undo)
     if fast.compile is not None:
         switched.append(undo.enter_context(_compiled(trainer, source)))
-    lines = [f"faster: {', '.join(switched)}"] if switched else []
+    lines = [f"fast path: {', '.join(switched)}"] if switched else []
     if device != "cpu" or fast.device_data is True:
         lines += place_data(trainer, source, val, undo=undo)
     return lines

@@ -10,6 +10,8 @@ from trainwright.core.errors import SettingError
 from trainwright.core.suggestions import did_you_mean
 
 Mode = Literal["min", "max"]
+_LESS_IS_BETTER = ("error", "mae", "mse", "nll", "perplexity", "ppl", "rmse", "wer")
+"""Ends of names for which a message suggests "min"; the user has to write it."""
 
 
 def sort_key(value: float | None, mode: Mode) -> float:
@@ -33,11 +35,13 @@ def resolve_mode(monitor: str, mode: Mode | None, call: str) -> Mode:
     if mode is None and monitor.endswith("loss"):
         return "min"
     if mode not in ("min", "max"):
+        less = monitor.lower().endswith(_LESS_IS_BETTER)
+        typo = "" if less else did_you_mean(monitor, ["val_loss"])
         raise SettingError(
-            f"{call.format(monitor, mode)}: is less or more of {monitor} better?",
+            f"{call.format(monitor, mode)}: is less or more of {monitor} better?{typo}",
             want='mode="max" where more is better, mode="min" where less is; only a name that ends in "loss" '
             "may leave it out",
-            fix=call.format(monitor, "max"),
+            fix=call.format("val_loss" if typo else monitor, "min" if less or typo else "max"),
         )
     return mode
 

@@ -113,6 +113,8 @@ def module_without_forward(failure: Failure) -> Explanation | None:
     if type(module) not in (nn.ModuleDict, nn.ModuleList):
         near = nearest("forward", [own for own in vars(type(module)) if own != "forward"])
         fix = f"def forward(self, ...) in {type(module).__name__}" + (f", which has {near}()" if near else "")
+        if hasattr(module, "configure_optimizers"):  # a LightningModule
+            fix = "Trainer(the network in it, optimizer), and its training_step in a subclass of Trainer"
         return Explanation(cause, fix)
     if not failure.in_default_step or module is not trainer.model:
         return Explanation(cause, "call its parts in place of it")

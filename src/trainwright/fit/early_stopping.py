@@ -98,14 +98,15 @@ class EarlyStopper:
 
     @property
     def stopped(self) -> str:
-        """The reason to stop, such as "val_loss did not improve on 0.1324 (epoch 12) for 5 validations"; else ""."""
+        """Why to stop, as "val_loss did not improve on its best, 0.1324 (epoch 12), for 5 validations"; else ""."""
         return "" if self.waited < self.settings.patience else self._reason()
 
     def _reason(self) -> str:
         for_long = f"for {self.waited} validation{'s' if self.waited > 1 else ''}"
         if self.best is None:
             return f"{self.settings.monitor} was never a finite number {for_long}"
-        return f"{self.settings.monitor} did not improve on {self.best.value:.4g} (epoch {self.best.epoch}) {for_long}"
+        best = f"{self.best.value:.4g} (epoch {self.best.epoch})"
+        return f"{self.settings.monitor} did not improve on its best, {best}, {for_long}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best, its standard error, the validations since, and the best weights if held here."""

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from trainwright.core.errors import SettingError, message
+from trainwright.core.errors import SettingError, message, warn_user
 from trainwright.core.suggestions import did_you_mean
 from trainwright.core.torch_private import is_wrapped_by_scheduler
 from trainwright.core.trees import parameters_in
@@ -137,6 +137,16 @@ def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None
                 fix='schedule=TorchSchedule(lambda optimizer: StepLR(optimizer, 30), unit="epoch"), '
                 "and no scheduler of your own",
             )
+
+
+def warn_of_one_rate(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:
+    """Warn of a schedule that sets one absolute rate, as torch's OneCycleLR, for groups with different rates."""
+    schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
+    for name, given in schedules.items():
+        rates = [f"{float(group['lr']):g}" for group in optimizers[name].param_groups]
+        if isinstance(getattr(given, "max_lr", None), int | float) and len(set(rates)) > 1:
+            once, each = f"{type(given).__name__}(max_lr={given.max_lr:g})", ", ".join(rates)
+            warn_user(f"{once} replaces the rates of all groups, {each}: max_lr=[{each}] keeps one for each")
 
 
 def check_saved_schedulers(

@@ -55,18 +55,12 @@ class BuiltinSchedule:
         rows = _rates_by_update(self, updates=updates, lr=lr, updates_per_epoch=updates_per_epoch)
         return schedule_figure(rows, title=settings_text(self), updates_per_epoch=updates_per_epoch, path=path)
 
-    def _check_number(
-        self,
-        *names: str,
-        above: float | None = None,
-        least: float | None = None,
-        below: float | None = None,
-        most: float | None = None,
-    ) -> None:
+    def _check_number(self, *names: str, **bounds: Any) -> None:
+        """Check fields by the bounds of `check_number`."""
         for name in names:
             value = getattr(self, name)
             written = f"{type(self).__name__}({name}={value!r})"
-            check_number(value, written, above=above, least=least, below=below, most=most)
+            check_number(value, written, **bounds)
 
     def _check_choice(self, name: str, *choices: object) -> None:
         check_choice(getattr(self, name), type(self).__name__, name, choices=choices)

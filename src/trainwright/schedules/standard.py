@@ -563,17 +563,12 @@ def _lists_of(settings: OneCycle | Cyclic) -> frozenset[int]:
     return frozenset(len(value) for value in values_of(settings) if isinstance(value, tuple))
 
 
-def _check_per_group(
-    settings: OneCycle | Cyclic,
-    *names: str,
-    above: float | None = None,
-    least: float | None = None,
-    below: float | None = None,
-) -> None:
+def _check_per_group(settings: OneCycle | Cyclic, *names: str, **bounds: Any) -> None:
+    """Check numbers, or tuples of them, by the bounds of `check_number`."""
     for name in names:
         values = getattr(settings, name)
         if isinstance(values, list):
             object.__setattr__(settings, name, tuple(values))
         written = f"{type(settings).__name__}({name}={values!r})"
         for value in values if isinstance(values, list | tuple) else (values,):
-            check_number(value, written, above=above, least=least, below=below)
+            check_number(value, written, **bounds)
