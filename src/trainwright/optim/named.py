@@ -144,8 +144,9 @@ def warn_of_one_rate(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
     for name, given in schedules.items():
         rates = [f"{float(group['lr']):g}" for group in optimizers[name].param_groups]
-        if isinstance(getattr(given, "max_lr", None), int | float) and len(set(rates)) > 1:
-            once, each = f"{type(given).__name__}(max_lr={given.max_lr:g})", ", ".join(rates)
+        max_lr = getattr(given, "max_lr", None)
+        if isinstance(max_lr, int | float) and len(set(rates)) > 1:
+            once, each = f"{type(given).__name__}(max_lr={max_lr:g})", ", ".join(rates)
             warn_user(f"{once} replaces the rates of all groups, {each}: max_lr=[{each}] keeps one for each")
 
 
