@@ -102,11 +102,10 @@ class EarlyStopper:
         return "" if self.waited < self.settings.patience else self._reason()
 
     def _reason(self) -> str:
-        for_long = f"for {self.waited} validation{'s' if self.waited > 1 else ''}"
-        if self.best is None:
-            return f"{self.settings.monitor} was never a finite number {for_long}"
-        best = f"{self.best.value:.4g} (epoch {self.best.epoch})"
-        return f"{self.settings.monitor} did not improve on its best, {best}, {for_long}"
+        best, waited = self.best, f"for {self.waited} validation{'s' if self.waited > 1 else ''}"
+        if best is None:
+            return f"{self.settings.monitor} was never a finite number {waited}"
+        return f"{self.settings.monitor} did not improve on its best, {best.value:.4g} (epoch {best.epoch}), {waited}"
 
     def state_dict(self) -> dict[str, Any]:
         """Return the best, its standard error, the validations since, and the best weights if held here."""
