@@ -18,6 +18,16 @@ from trainwright.core import signals
 from trainwright.core.errors import Stopped
 
 
+@pytest.fixture(autouse=True)
+def threads_end_with_their_test():
+    """A save in flight would go on in the next test, and call its `os.fsync`."""
+    before = threading.enumerate()
+    yield
+    for thread in threading.enumerate():
+        if thread not in before:
+            thread.join(60)
+
+
 def saved_in(directory):
     return sorted(path.name for path in directory.glob("update-*"))
 
