@@ -34,12 +34,28 @@ from trainwright.distributed.world import ProcessGroupWorld, World
 LEAVE = 5.0
 """Seconds to wait for the destruction of a group at exit: a dead peer never answers."""
 
-_made: list[weakref.ref[Any]] = []
-"""The process group that was made here, to be destroyed at exit.
 
-All references to groups here are weak. A group that is still referenced after its destruction keeps threads that
-outlive the interpreter and may abort the process (`terminate called without an active exception`).
-"""
+class _Leaver(threading.Thread):
+    """Destroys a process group at exit: the destruction may never return, so that it needs a thread of its own.
+
+    It is started with the group, because Python 3.12 and later start no thread at exit. All references to groups are
+    weak. A group that is not destroyed, or is still referenced after that, keeps threads that outlive the interpreter
+    and may abort the process (`terminate called without an active exception`).
+    """
+
+    def __init__(self, group: Any) -> None:
+        super().__init__(name="trainwright-leave", daemon=True)
+        self.group, self.due = weakref.ref(group), threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Wait for the exit; destroy the default group."""
+        self.due.wait()
+        torch.distributed.destroy_process_group()
+
+
+_made: list[_Leaver] = []
+"""Of the process group that was made here."""
 _known: list[tuple[weakref.ref[Any], ProcessGroupWorld]] = []
 """The last process group, and its `ProcessGroupWorld`: all trainers of a process share them."""
 
@@ -83,14 +99,11 @@ def _for(settings: Parallel, world: World) -> World:
 def leave() -> None:
     """Destroy the process group if `as_world` made it and it is still the default one; wait at most LEAVE seconds."""
     dist: Any = torch.distributed
-    if not _made or not dist.is_initialized() or dist.group.WORLD is not _made.pop()():
+    if not _made or not dist.is_initialized() or dist.group.WORLD is not _made[0].group():
         return
-    leaving = threading.Thread(target=dist.destroy_process_group, daemon=True)
-    try:
-        leaving.start()
-    except RuntimeError:  # the interpreter is shutting down: the end of the process closes the connections
-        return
-    wait_for(leaving, LEAVE)
+    leaver = _made.pop()
+    leaver.due.set()
+    wait_for(leaver, LEAVE)
 
 
 def _of_initialized(settings: Parallel, device_type: str) -> World:
@@ -166,7 +179,7 @@ def _started(place: Place | None, settings: Parallel, device_type: str) -> Proce
     dist.init_process_group(
         backend, store=store, rank=place.rank, world_size=place.size, timeout=limit, device_id=device
     )
-    _made[:] = [weakref.ref(dist.group.WORLD)]
+    _made[:] = [_Leaver(dist.group.WORLD)]
     atexit.unregister(leave)  # registered once, and called before all earlier registrations
     atexit.register(leave)
     group = ProcessGroupWorld(local_rank=local_rank, device_index=index, timeout=settings.timeout)
@@ -183,10 +196,14 @@ def _store(dist: Any, place: Place, limit: timedelta, *, waiting: WaitReport) ->
             store, _, _ = next(dist.rendezvous(url, timeout=limit))
             return own_part(dist, store, rank=place.rank, size=place.size, seconds=seconds, look=waiting.look)
         host, _, port = place.address.rpartition(":")
-        first = place.rank == 0
         # No wait for workers: rank 0 waits in `_agreed`, where it can name missing ranks.
         store = dist.TCPStore(
-            host.strip("[]"), int(port), is_master=first, timeout=limit, wait_for_workers=False, multi_tenant=True
+            host.strip("[]"),
+            int(port),
+            is_master=place.rank == 0,
+            timeout=limit,
+            wait_for_workers=False,
+            multi_tenant=True,
         )
     except (dist.DistStoreError, dist.DistNetworkError, ValueError) as error:
         raise DistributedError(
