@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
 from torch import nn
 from torch.optim import SGD, AdamW
@@ -70,15 +72,17 @@ def run(schedule, *, optimizer=one_group, cls=Watched, poisoned=(), loader=None,
     """Five epochs, and (rates used at each try, updates reported, result)."""
     ends = {name: settings.pop(name) for name in ("epochs", "max_updates", "resume", "val") if name in settings}
     model, reported = network(), Records()
-    trainer = cls(
-        model,
-        optimizer(model),
-        nn.CrossEntropyLoss(),
-        schedule=schedule,
-        observers=[reported],
-        console=False,
-        **settings,
-    )
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r"(OneCycle|Cyclic)\(max_lr=")  # one rate for several groups, as torch has it
+        trainer = cls(
+            model,
+            optimizer(model),
+            nn.CrossEntropyLoss(),
+            schedule=schedule,
+            observers=[reported],
+            console=False,
+            **settings,
+        )
     trainer.poisoned = frozenset(poisoned)
     train = batches(rows_of_data(), 3) if loader is None else loader
     result = trainer.fit(train, **(ends or {"epochs": 5}))

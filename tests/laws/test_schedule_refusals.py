@@ -11,8 +11,6 @@ from trainwright.schedules import Linear
 
 from .schedule_runs import Watched, half_cosine, network, one_group, rows_of_data, run, two_groups
 
-pytestmark = pytest.mark.filterwarnings("ignore:(OneCycle|Cyclic).max_lr:UserWarning")  # as torch does it
-
 
 @pytest.mark.parametrize("schedule", [OneCycle(0.1), Cosine(), Linear(), lambda u, t: 1.0, StepLR(0.3)])
 def test_a_stream_without_max_updates_is_refused_before_the_first_update(schedule):

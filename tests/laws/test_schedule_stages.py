@@ -10,8 +10,6 @@ from trainwright import Checkpoint, Cosine, batches
 
 from .schedule_runs import CASES, adam_groups, by_hand, rows_of_data, run, two_groups
 
-pytestmark = pytest.mark.filterwarnings("ignore:(OneCycle|Cyclic).max_lr:UserWarning")  # as torch does it
-
 
 def check_a_later_end_plans_anew(tmp_path, schedule, scheduler):
     slot = {"checkpoint": Checkpoint(tmp_path), "accumulate": 2, "optimizer": two_groups}

@@ -13,8 +13,6 @@ from trainwright.schedules import Exponential
 
 from .schedule_runs import CASES, OPTIMIZERS, Watched, by_hand, network, one_group, rows_of_data, run, two_groups, used
 
-pytestmark = pytest.mark.filterwarnings("ignore:(OneCycle|Cyclic).max_lr:UserWarning")  # as torch does it
-
 WAYS = {
     "plain": ({}, 35),
     "accumulate": ({"accumulate": 3}, 15),
