@@ -34,7 +34,7 @@ class Budget:
 
 
 BUDGETS = {
-    "code lines": Budget(29_010, 22_000),
+    "code lines": Budget(29_020, 22_000),
     "files": Budget(185, 150),
     "files in one folder": Budget(19, 16),
     "largest file": Budget(600, 600),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import subprocess
+import sys
 from functools import partial
 
 import pytest
@@ -377,6 +379,46 @@ def test_a_report_leaves_no_trace():
     model.eval()
     with torch.no_grad():
         assert torch.equal(made.output, torch.cat([model(x) for x in normal(43, 3).split(5)]))
+
+
+FIRST_IMPORT = """
+import random, sys, torch
+
+class Draws:
+    def find_spec(self, name, path, target=None):
+        if name.startswith("sklearn"):
+            random.random()
+
+from torch import nn
+from trainwright import Trainer
+from trainwright.tools import cross_validate
+sys.meta_path.insert(0, Draws())
+x, y = torch.randn(12, 4), torch.arange(12) % 3
+
+def make():
+    model = nn.Linear(4, 3)
+    return Trainer(model, torch.optim.SGD(model.parameters(), lr=0.1), nn.CrossEntropyLoss(), console=False)
+
+trainer = make()
+before = random.getstate()
+CALL
+print("sklearn.metrics" in sys.modules, random.getstate() == before)
+"""
+
+
+@pytest.mark.parametrize(
+    "call",
+    ["trainer.report((x, y))", "cross_validate(make, (x, y), folds=2, epochs=1, batch_size=4)"],
+)
+def test_the_first_import_of_scikit_learn_draws_no_number_of_the_run(call):
+    """Where rich is installed, scikit-learn 1.9 imports it, and it draws from Python's `random`."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", FIRST_IMPORT.replace("CALL", call)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.stdout == "True True\n", done.stderr
 
 
 def test_a_report_runs_under_the_trainers_precision():

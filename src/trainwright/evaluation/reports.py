@@ -20,6 +20,7 @@ from trainwright.core.checks import check_choice, name_of
 from trainwright.core.device import move
 from trainwright.core.errors import DataError, NonFiniteError, SettingError
 from trainwright.core.records import StepOutput
+from trainwright.core.rng import rng_preserved
 from trainwright.core.trees import detached, shapes_of
 from trainwright.data.source import Source
 from trainwright.evaluation.passes import autocast, side_effect_free
@@ -210,7 +211,8 @@ def _check_tensors(output: Any, target: Any) -> None:
 def _of_classes(
     trainer: TrainerLike, pairs: list[tuple[Tensor, Tensor]], names: Sequence[str] | None
 ) -> tuple[str, Sequence[str], dict[str, Any]]:
-    from sklearn.metrics import classification_report, confusion_matrix
+    with rng_preserved():  # scikit-learn 1.9 imports rich where it is installed, which draws from Python's `random`
+        from sklearn.metrics import classification_report, confusion_matrix
 
     decided = guess_classes(trainer.loss, pairs)
     guess, truth = decided.guess.numpy(), decided.target.numpy()

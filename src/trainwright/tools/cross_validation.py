@@ -224,12 +224,12 @@ def _split(
         target = split(columns)[1]
     classes, groups = _column(target, "target", rows), _column(groups, "groups", rows)
     try:
-        splitter = _splitter(folds, classes, groups=groups, seed=seed)
-        kind = type(splitter)
-        classes = classes if "Stratified" in kind.__name__ else None
-        # Splitters of scikit-learn that ignore groups warn if they get some.
-        reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")
-        with rng_preserved():  # a splitter without a random_state draws from NumPy's global state
+        with rng_preserved():  # scikit-learn's import may draw, and a splitter without a random_state does
+            splitter = _splitter(folds, classes, groups=groups, seed=seed)
+            kind = type(splitter)
+            classes = classes if "Stratified" in kind.__name__ else None
+            # Splitters of scikit-learn that ignore groups warn if they get some.
+            reads_groups = "Group" in kind.__name__ or not kind.__module__.startswith("sklearn.")
             start_random_state(mixed_seed(seed, 0))
             found = list(splitter.split(np.zeros(rows), classes, groups if reads_groups else None))
         given = [(_array(train), _array(held_out)) for train, held_out in found]
