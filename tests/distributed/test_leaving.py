@@ -30,5 +30,6 @@ def test_the_group_is_destroyed_at_exit_without_a_new_thread(tmp_path: Path) -> 
     done = subprocess.run(
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, cwd=tmp_path, timeout=120, check=False
     )
-    assert done.stdout.splitlines() == ["group after fit: True", "group at the end: False"], done.stderr
+    lines = [line for line in done.stdout.splitlines() if line.startswith("group ")]  # gloo of torch 2.8 prints one too
+    assert lines == ["group after fit: True", "group at the end: False"], done.stderr
     assert done.returncode == 0

@@ -19,8 +19,8 @@ from trainwright.core.errors import Stopped
 
 
 @pytest.fixture(autouse=True)
-def threads_end_with_their_test():
-    """A save in flight would go on in the next test, and call its `os.fsync`."""
+def threads_end_with_their_test(directory):
+    """A save in flight would go on in the next test, and call its `os.fsync`; it ends before its directory does."""
     before = threading.enumerate()
     yield
     for thread in threading.enumerate():
