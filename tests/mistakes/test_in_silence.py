@@ -15,7 +15,7 @@ from torch import nn
 from torch.overrides import _get_current_function_mode
 
 from trainwright import MeanLoss, NonFiniteError, OneCycle, StepOutput, SumLoss, Trainer, accuracy, over_all
-from trainwright.schedules import Cosine, Cyclic
+from trainwright.schedules import BoundSchedule, Cosine, Cyclic
 from trainwright.tools.sklearn_wrapper import SklearnClassifier
 
 G = torch.Generator().manual_seed(0)
@@ -354,6 +354,15 @@ def test_draws_of_a_metric_that_is_asked_again_are_put_back():
     assert [torch.rand(()) for _ in range(3)][2] == drawn
 
 
+class OwnPeak:
+    """A schedule of the user's own."""
+
+    max_lr = 0.5
+
+    def bind(self, optimizer, plan):
+        return BoundSchedule()
+
+
 @pytest.mark.parametrize(
     ("schedule", "text"),
     [
@@ -361,6 +370,7 @@ def test_draws_of_a_metric_that_is_asked_again_are_put_back():
         (Cyclic(0.1, 1), "Cyclic(max_lr=1) replaces the rates of all groups, 0.01, 0.1: max_lr=[0.01, 0.1]"),
         (OneCycle(max_lr=[0.05, 0.5]), ""),
         (Cosine(), ""),
+        (OwnPeak(), ""),  # what its max_lr means, only its author knows
     ],
 )
 def test_one_rate_for_groups_of_different_rates_is_warned_of_where_the_trainer_is_made(schedule, text):

@@ -38,9 +38,9 @@ LEAVE = 5.0
 class _Leaver(threading.Thread):
     """Destroys a process group at exit: the destruction may never return, so that it needs a thread of its own.
 
-    It is started with the group, because Python 3.12 and later start no thread at exit. All references to groups are
-    weak. A group that is not destroyed, or is still referenced after that, keeps threads that outlive the interpreter
-    and may abort the process (`terminate called without an active exception`).
+    It is started with the group, because Python 3.12 starts no thread at exit. The references here are weak. A group
+    that is not destroyed, or is still referenced after that, as by the reducer of DDP, keeps threads that outlive the
+    interpreter and may abort the process (`terminate called without an active exception`).
     """
 
     def __init__(self, group: Any) -> None:
@@ -55,7 +55,7 @@ class _Leaver(threading.Thread):
 
 
 _made: list[_Leaver] = []
-"""Of the process group that was made here."""
+"""The thread for the process group that was made here, if any."""
 _known: list[tuple[weakref.ref[Any], ProcessGroupWorld]] = []
 """The last process group, and its `ProcessGroupWorld`: all trainers of a process share them."""
 

@@ -140,11 +140,11 @@ def check_schedulers(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None
 
 
 def warn_of_one_rate(schedule: Any, optimizers: Mapping[str, Optimizer]) -> None:
-    """Warn of a schedule that sets one absolute rate, as torch's OneCycleLR, for groups with different rates."""
+    """Warn of one `max_lr` of `OneCycle` or `Cyclic` for groups with different rates: torch replaces these."""
     schedules = schedule if isinstance(schedule, Mapping) else dict.fromkeys(optimizers, schedule)
     for name, given in schedules.items():
         rates = [f"{float(group['lr']):g}" for group in optimizers[name].param_groups]
-        max_lr = getattr(given, "max_lr", None)
+        max_lr = getattr(given, "max_lr", None) if type(given).__module__.startswith("trainwright.") else None
         if isinstance(max_lr, int | float) and len(set(rates)) > 1:
             once, each = f"{type(given).__name__}(max_lr={max_lr:g})", ", ".join(rates)
             warn_user(f"{once} replaces the rates of all groups, {each}: max_lr=[{each}] keeps one for each")
